@@ -1,0 +1,372 @@
+"""The chain: ordered dispatch of buckets, drain of the predecessor, reuse of buffers.
+
+    gradient -> slot of its bucket's send buffer -> [bucket complete, and its turn] -> dispatch
+    dispatch: drain the oldest while ``max_in_flight`` are in flight; take a receive buffer; start
+    drain:    wait; add the rows in fp32 to the gradient partition; give both buffers back
+
+(The drain of the predecessor before the next receive buffer is taken is the idea of Megatron-Core's
+distributed optimizer; there it made the transient memory independent of the number of buckets.)
+
+Every rank dispatches every bucket exactly once per reducing micro-step, in one agreed order, whatever
+order gradients arrive in and whichever parameters a rank did not use: what is missing counts as zero.
+
+A gradient that cannot go that way (its slot has already been filled in this micro-step, or no
+micro-step is open, or the caller coalesces several backward passes) is added to the *local
+accumulator* of its bucket, in fp32, and travels in a pass of its own, see ``reduce_accumulated``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .bucket_layout import learned_order
+from .collectives import Handle, ReduceScatter
+
+
+class ReductionError(RuntimeError):
+    """A gradient reduction failed, for instance because a rank died; nothing was applied."""
+
+
+class Buffer:
+    """A piece of device memory on loan from a :class:`BufferPool`, seen as a flat tensor ``data``."""
+
+    __slots__ = ("data", "_raw")
+
+    def __init__(self, raw: torch.Tensor, numel: int, dtype: torch.dtype):
+        self._raw = raw
+        self.data = raw[: numel * dtype.itemsize].view(dtype)
+
+
+class BufferPool:
+    """Owns all transient buffers. ``take`` never blocks: the pool grows instead, and reuses what fits.
+
+    Attributes:
+        live_bytes: bytes of the buffers on loan or kept for reuse.
+        peak_bytes: high-water mark of ``live_bytes``.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: list[torch.Tensor] = []
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Buffer:
+        """A buffer of ``numel`` elements with undefined content, the caller's until ``give``."""
+        need = numel * dtype.itemsize
+        if need == 0:  # a collective without a receive buffer
+            return Buffer(torch.empty(0, dtype=torch.uint8, device=self._device), 0, dtype)
+        fitting = [raw for raw in self._free if raw.numel() >= need]
+        if fitting:
+            raw = min(fitting, key=torch.Tensor.numel)
+            self._free = [kept for kept in self._free if kept is not raw]
+        else:
+            if self._free:  # too small for this bucket: replace one rather than hold both
+                self._drop(self._free.pop())
+            raw = torch.empty(need, dtype=torch.uint8, device=self._device)
+            self.live_bytes += need
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return Buffer(raw, numel, dtype)
+
+    def give(self, buffer: Buffer) -> None:
+        """Takes a buffer back for reuse."""
+        if buffer._raw.numel():
+            self._free.append(buffer._raw)
+
+    def release(self) -> None:
+        """Frees every buffer that is not on loan."""
+        while self._free:
+            self._drop(self._free.pop())
+
+    def restart_peak(self) -> None:
+        """Starts the high-water mark anew."""
+        self.peak_bytes = self.live_bytes
+
+    def _drop(self, raw: torch.Tensor) -> None:
+        self.live_bytes -= raw.numel()
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where one parameter's gradient goes: ``numel`` elements at ``offset`` of its bucket's buffer."""
+
+    bucket: Bucket
+    offset: int
+    numel: int
+    name: str
+    filled: bool = False
+
+
+@dataclass(eq=False)
+class Bucket:
+    """One bucket: what it holds, how it is reduced, and what of it has arrived in this micro-step.
+
+    numel: elements of the flat buffer, ``N * S`` with padding.
+    send: the buffer being filled in the open micro-step, this bucket's until it is dispatched.
+    accumulator: fp32 local accumulator ``[N * S]``, this bucket's until it is reduced or discarded.
+    """
+
+    index: int
+    numel: int
+    wire_dtype: torch.dtype
+    reduce_scatter: ReduceScatter
+    slots: list[Slot] = field(default_factory=list)
+    send: Buffer | None = None
+    missing: int = 0
+    accumulator: Buffer | None = None
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Ranges ``[start, stop)`` of the flat buffer that belong to no parameter (alignment)."""
+        edges = [0]
+        for slot in sorted(self.slots, key=lambda s: s.offset):
+            edges += [slot.offset, slot.offset + slot.numel]
+        edges.append(self.numel)
+        return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+
+    def describe(self) -> str:
+        names = [slot.name for slot in self.slots]
+        listed = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        return f"bucket {self.index} ({listed}, {self.numel} elements)"
+
+
+@dataclass
+class Counters:
+    """What the chain did; see ``lazy_reduce_report`` in the README."""
+
+    gradient_collectives: int = 0
+    bytes_sent: int = 0
+    bytes_sent_across_nodes: int = 0
+    max_in_flight_seen: int = 0
+
+
+class BucketChain:
+    """See the module's docstring.
+
+    Args:
+        buckets: all buckets of the optimizer; ``buckets[i].index == i``.
+        order: a permutation of the bucket indices, the same on every rank.
+        accumulate: ``accumulate(bucket, rows)`` adds ``rows`` ``[N, S]``, summed and scaled in fp32,
+            to this rank's gradient partition.
+        pool: owner of the send, receive and local accumulation buffers.
+        max_in_flight: reduce-scatters (receive buffers) that may be in flight at once, at least 1.
+        carry_over: whether ``close`` may leave reduce-scatters in flight.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        order: Sequence[int],
+        accumulate: Callable[[Bucket, torch.Tensor], None],
+        pool: BufferPool,
+        max_in_flight: int,
+        carry_over: bool,
+    ):
+        self.buckets = list(buckets)
+        self.pool = pool
+        self.counters = Counters()
+        self.is_open = False
+        self._gaps = [bucket.gaps() for bucket in self.buckets]
+        self._accumulate = accumulate
+        self._max_in_flight = max_in_flight
+        self._carry_over = carry_over
+        self._in_flight: deque[tuple[Bucket, Buffer, Buffer, Handle]] = deque()
+        self._failure: ReductionError | None = None
+        self._order: list[Bucket] = []
+        self._next = 0
+        self._completed: list[int] = []
+        self._mute: torch.Tensor | None = None
+        self.set_order(order)
+
+    # -- order ---------------------------------------------------------------------------------
+
+    def set_order(self, order: Sequence[int]) -> None:
+        """Uses ``order`` from the next micro-step on. Every rank must set the same order."""
+        if self.is_open:
+            raise RuntimeError("the order of buckets cannot change within a micro-step")
+        self._order = [self.buckets[index] for index in order]
+        self._order_is_new = True
+
+    def observed_order(self) -> list[int]:
+        """The order in which buckets completed in the last micro-step on this rank."""
+        return learned_order(self._completed, [bucket.index for bucket in self._order])
+
+    # -- a micro-step --------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begins a reducing micro-step; every rank must open the same number of them in a window."""
+        self._raise_if_failed()
+        if self.is_open:
+            raise RuntimeError("a micro-step is open already")
+        if self._order_is_new:  # what an earlier order took says nothing about this one
+            self._order_is_new = False
+            self.pool.restart_peak()
+        self.is_open = True
+        self._next = 0
+        self._completed = []
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.filled = False
+
+    def put(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Takes the gradient of one parameter; ``grad`` is not needed afterwards."""
+        if slot.filled or not self.is_open:
+            self.put_local(slot, grad)
+            return
+        bucket = slot.bucket
+        if bucket.send is None:
+            bucket.send = self._fresh_send_buffer(bucket)
+        bucket.send.data[slot.offset : slot.offset + slot.numel].view(grad.shape).copy_(grad)
+        slot.filled = True
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._completed.append(bucket.index)
+            while self._next < len(self._order) and self._order[self._next].missing == 0:
+                self._dispatch_next()
+
+    def mute(self, where: torch.Tensor | None) -> None:
+        """While set, gradients count as zero where ``where`` (0-d bool) is true, even if they are NaN."""
+        self._mute = where
+
+    def close(self) -> None:
+        """Ends the micro-step: what did not arrive counts as zero; drains unless carried over."""
+        self._raise_if_failed()
+        if not self.is_open:
+            return
+        while self._next < len(self._order):
+            self._fill_missing(self._order[self._next])
+            self._dispatch_next()
+        self.is_open = False
+        if self._carry_over:
+            self.pool.release()
+        else:
+            self.drain()
+
+    def drain(self) -> None:
+        """Waits for everything in flight and adds it to the gradient partition. Idempotent."""
+        self._raise_if_failed()
+        while self._in_flight:
+            self._drain_oldest()
+        self.pool.release()
+
+    # -- local accumulators --------------------------------------------------------------------
+
+    def put_local(self, slot: Slot, grad: torch.Tensor) -> None:
+        """Adds a gradient to its bucket's local fp32 accumulator."""
+        if self._mute is not None:
+            grad = grad.masked_fill(self._mute, 0)
+        bucket = slot.bucket
+        if bucket.accumulator is None:
+            bucket.accumulator = self.pool.take(bucket.numel, torch.float32)
+            bucket.accumulator.data.zero_()
+        bucket.accumulator.data[slot.offset : slot.offset + slot.numel].view(grad.shape).add_(grad)
+
+    def has_accumulated(self) -> list[bool]:
+        """For each bucket whether this rank holds gradients in its local accumulator."""
+        return [bucket.accumulator is not None for bucket in self.buckets]
+
+    def reduce_accumulated(self, which: Sequence[bool]) -> None:
+        """Reduces the local accumulators of the buckets in ``which`` (the same on every rank), in fp32."""
+        self._raise_if_failed()
+        for bucket in self._order:
+            if which[bucket.index]:
+                send, bucket.accumulator = bucket.accumulator, None
+                if send is None:
+                    send = self.pool.take(bucket.numel, torch.float32)
+                    send.data.zero_()
+                self._dispatch(bucket, send)
+        self.drain()
+
+    def discard_accumulated(self) -> None:
+        """Drops all local accumulators."""
+        for bucket in self.buckets:
+            if bucket.accumulator is not None:
+                self.pool.give(bucket.accumulator)
+                bucket.accumulator = None
+        self.pool.release()
+
+    # -- internals -----------------------------------------------------------------------------
+
+    def _fresh_send_buffer(self, bucket: Bucket) -> Buffer:
+        buffer = self.pool.take(bucket.numel, bucket.wire_dtype)
+        for start, stop in self._gaps[bucket.index]:
+            buffer.data[start:stop].zero_()  # never send what a reused buffer happened to hold
+        return buffer
+
+    def _fill_missing(self, bucket: Bucket) -> None:
+        if bucket.send is None:
+            bucket.send = self._fresh_send_buffer(bucket)
+        for slot in bucket.slots:
+            if not slot.filled:
+                bucket.send.data[slot.offset : slot.offset + slot.numel].zero_()
+                # From now on the slot is on its way: a gradient that still comes is a late one.
+                slot.filled = True
+        bucket.missing = 0
+
+    def _dispatch_next(self) -> None:
+        bucket = self._order[self._next]
+        self._next += 1
+        send, bucket.send = bucket.send, None
+        if self._mute is not None:
+            send.data.masked_fill_(self._mute, 0)
+        self._dispatch(bucket, send)
+
+    def _dispatch(self, bucket: Bucket, send: Buffer) -> None:
+        while len(self._in_flight) >= self._max_in_flight:
+            self._drain_oldest()
+        receive = self.pool.take(bucket.reduce_scatter.receive_numel(bucket.numel), send.data.dtype)
+        with self._failing_as(bucket, "start"):
+            handle = bucket.reduce_scatter.start(send.data, receive.data)
+        self._in_flight.append((bucket, send, receive, handle))
+        counters = self.counters
+        counters.gradient_collectives += 1
+        counters.bytes_sent += bucket.reduce_scatter.bytes_sent(send.data)
+        counters.bytes_sent_across_nodes += bucket.reduce_scatter.bytes_sent_across_nodes(send.data)
+        counters.max_in_flight_seen = max(counters.max_in_flight_seen, len(self._in_flight))
+
+    def _drain_oldest(self) -> None:
+        bucket, send, receive, handle = self._in_flight[0]
+        with self._failing_as(bucket, "complete"):
+            rows = handle.wait()
+        self._in_flight.popleft()
+        self._accumulate(bucket, rows)
+        self.pool.give(send)
+        self.pool.give(receive)
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _failing_as(self, bucket: Bucket, what: str) -> _Failing:
+        return _Failing(self, bucket, what)
+
+
+class _Failing:
+    """Turns a backend's error into a ReductionError that names the bucket, and remembers it.
+
+    After such a failure ranks stand at different places in the sequence, so no later reduction may
+    start: each later call raises the same error instead of hanging in a collective.
+    """
+
+    __slots__ = ("_chain", "_bucket", "_what")
+
+    def __init__(self, chain: BucketChain, bucket: Bucket, what: str):
+        self._chain = chain
+        self._bucket = bucket
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, Exception):
+            failure = ReductionError(
+                f"lazy_reduce: the gradient reduction of {self._bucket.describe()} did not {self._what}: {error}. "
+                "A rank has probably died or is stuck; no update was applied. Restart from a checkpoint."
+            )
+            self._chain._failure = failure
+            raise failure from error

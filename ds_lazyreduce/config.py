@@ -1,0 +1,529 @@
+"""The ``lazy_reduce`` section of a DeepSpeed config: schema, defaults, refused combinations.
+
+Three steps, none of which communicates, so that a mistake never leaves other ranks waiting:
+
+1. :func:`parse_section` turns JSON into a :class:`LazyReduceConfig`, or raises :class:`ConfigError`;
+2. :func:`check_against_deepspeed` refuses the rest of the DeepSpeed config where it cannot be honoured, and
+   :func:`stock_key_notes` words a warning for each stock key that has no effect;
+3. :func:`bucket_elements`, :func:`wire_dtype` and :func:`logging_interval` resolve the ``"auto"`` values.
+
+Each field's ``description`` says what a right value is; error messages quote it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+SECTION = "lazy_reduce"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class ConfigError(ValueError):
+    """A config that cannot be honoured. One line per problem: JSON path, value, what is right."""
+
+
+# ---- the schema
+
+
+def _printable(text: str) -> str:
+    # The tag becomes a file or series name in the monitors, where a control character fails much later.
+    if not text.isprintable():
+        raise ValueError("not printable")
+    return text
+
+
+_AtLeastOne = Annotated[int, Field(ge=1)]
+_Tag = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
+_BOOL = "true or false"
+
+
+def _one_of(*values: str) -> str:
+    return " or ".join(f'"{value}"' for value in values)
+
+
+class _Model(BaseModel):
+    # strict: "1", 1.0 and true are not the number 1, which lax pydantic would make of them
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class GradientPartitionConfig(_Model):
+    """The gradients' reduce-scatter (ZeRO stage 2). Sizes are in elements, not bytes."""
+
+    enabled: bool = Field(True, description=_BOOL)
+    bucket_size: _AtLeastOne | Literal["auto"] = Field(
+        "auto", description='a whole number of elements >= 1, or "auto"'
+    )
+    wire_dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        "auto", description=_one_of("auto", "bf16", "fp16", "fp32")
+    )
+    collective: Literal["auto", "all_to_all", "reduce_scatter", "hierarchical"] = Field(
+        "auto", description=_one_of("auto", "all_to_all", "reduce_scatter", "hierarchical")
+    )
+    node_size: _AtLeastOne | Literal["auto"] = Field(
+        "auto", description='a whole number of ranks >= 1, or "auto"'
+    )
+    across_dtype: Literal["fp32", "wire"] = Field("fp32", description=_one_of("fp32", "wire"))
+    max_in_flight: _AtLeastOne = Field(1, description="a whole number >= 1")
+    carry_over: bool = Field(True, description=_BOOL)
+    reduce_every: _AtLeastOne | Literal["boundary"] = Field(
+        1, description='a whole number of micro-steps >= 1, or "boundary"'
+    )
+    kernel: Literal["auto", "native", "torch"] = Field("auto", description=_one_of("auto", "native", "torch"))
+
+
+class DeferredLossConfig(_Model):
+    """The loss and metrics that are only logged. ``interval`` is in optimizer steps."""
+
+    enabled: bool = Field(True, description=_BOOL)
+    interval: _AtLeastOne | Literal["auto"] = Field(
+        "auto", description='a whole number of optimizer steps >= 1, or "auto" for steps_per_print'
+    )
+    tag: _Tag = Field("Train/Samples/train_loss", description="a non-empty printable string")
+
+
+class TokenNormalizationConfig(_Model):
+    """Gradients per token of the whole window. Off by default: ``backward`` then requires ``num_tokens``."""
+
+    enabled: bool = Field(False, description=_BOOL)
+    loss_reduction: Literal["sum", "mean"] = Field("sum", description=_one_of("sum", "mean"))
+
+
+class LazyReduceConfig(_Model):
+    """The whole section. Writing the section switches it on; ``"enabled": false`` makes it as if absent."""
+
+    enabled: bool = Field(True, description=_BOOL)
+    gradient_partition: GradientPartitionConfig = GradientPartitionConfig()
+    deferred_loss: DeferredLossConfig = DeferredLossConfig()
+    token_normalization: TokenNormalizationConfig = TokenNormalizationConfig()
+
+
+def parse_section(ds_config: dict[str, Any]) -> LazyReduceConfig | None:
+    """Read the ``lazy_reduce`` section of a whole DeepSpeed config.
+
+    Args:
+        ds_config: the DeepSpeed config as a dict (a file or string is the caller's to load).
+
+    Returns:
+        The section, or None where it is absent or has ``"enabled": false``; a disabled section has no effect
+        at all, so its other keys are not looked at.
+
+    Raises:
+        ConfigError: unknown keys or wrong values; every problem is listed.
+    """
+    if not isinstance(ds_config, dict):
+        raise ConfigError(f"the DeepSpeed config: got {_show(ds_config)}; expected an object")
+    if SECTION not in ds_config:
+        return None
+    section = ds_config[SECTION]
+    if isinstance(section, dict) and section.get("enabled") is False:
+        return None
+    try:
+        return LazyReduceConfig.model_validate(section)
+    except ValidationError as error:
+        # A union reports a problem per branch; the dict keeps one line a path.
+        problems = dict(_explain(e) for e in error.errors(include_url=False, include_context=False))
+    raise _config_error([f"{path}: {text}" for path, text in problems.items()])
+
+
+def _explain(error: Any) -> tuple[str, str]:
+    """(JSON path, what is wrong and what is right) of one pydantic error."""
+    model: type[BaseModel] = LazyReduceConfig
+    path, value = SECTION, _show(error["input"])
+    for key in error["loc"]:
+        field = model.model_fields.get(key) if isinstance(key, str) else None
+        if field is None:
+            return f"{path}.{_show_key(key)}", f"got {value}; unknown key, {_nearest(str(key), path, model)}"
+        path = f"{path}.{key}"
+        if not _is_model(field.annotation):
+            right = field.description or ""
+            if "whole number" in right:
+                right += _float_hint(error["input"])
+            return path, f"got {value}; expected {right}"
+        model = field.annotation
+    return path, f"got {value}; expected an object with keys among {', '.join(model.model_fields)}"
+
+
+def _float_hint(value: Any) -> str:
+    # 5e6 is a natural way to write a bucket size, and JSON makes it a float
+    if not isinstance(value, float) or not value.is_integer() or not 1 <= value < 1e15:
+        return ""
+    return f"; a number with a point or an exponent is no whole number in JSON: write {int(value)}"
+
+
+def _nearest(key: str, path: str, model: type[BaseModel]) -> str:
+    """The likeliest known key: in this object first, then anywhere in the section."""
+    own = difflib.get_close_matches(key, model.model_fields, n=1)
+    if own:
+        return f'did you mean "{own[0]}"?'
+    elsewhere = {}
+    for name, field in LazyReduceConfig.model_fields.items():
+        if _is_model(field.annotation):
+            elsewhere.update({inner: f"{SECTION}.{name}.{inner}" for inner in field.annotation.model_fields})
+        elsewhere[name] = f"{SECTION}.{name}"
+    other = difflib.get_close_matches(key, elsewhere, n=1)
+    if other:
+        return f'did you mean "{elsewhere[other[0]]}"?'
+    return f"expected one of {', '.join(model.model_fields)}"
+
+
+# ---- against the rest of DeepSpeed's config
+
+
+class StockKey(NamedTuple):
+    """How a stock key is treated while ``gradient_partition`` is on.
+
+    ``applies`` tells, of a value the user wrote, whether it is one that is refused or has no effect.
+    """
+
+    path: str
+    treatment: Literal["honoured", "ignored", "refused"]
+    reason: str
+    applies: Callable[[Any], bool] = lambda value: False
+
+
+# DeepSpeed's own models are lax, so these read what those would: "True", 1 and 1.0 are all true.
+def _text(value: Any) -> str:
+    return (value if isinstance(value, str) else _show(value)).lower()
+
+
+def _true(value: Any) -> bool:
+    return _text(value) in ("true", "1", "1.0", "yes", "y", "on", "t")
+
+
+def _false(value: Any) -> bool:
+    return _text(value) in ("false", "0", "0.0", "no", "n", "off", "f")
+
+
+def _not_one(value: Any) -> bool:
+    return not isinstance(value, (int, float)) or value != 1
+
+
+STOCK_KEYS = (
+    StockKey("communication_data_type", "honoured", 'what travels; if written it beats wire_dtype "auto"'),
+    StockKey("gradient_allreduce_op", "honoured", "mean or sum"),
+    StockKey("zero_optimization.compute_grad_norm", "honoured", "the norm rides in the step's scalar pack"),
+    StockKey("zero_optimization.elastic_checkpoint", "honoured", "checkpoints are in stock layout"),
+    StockKey(
+        "data_types.grad_accum_dtype",
+        "ignored",
+        "gradients are always accumulated in fp32",
+        lambda value: _text(value) != "fp32",
+    ),
+    StockKey(
+        "seq_parallel_communication_data_type",
+        "ignored",
+        "sums are always fp32; set communication_data_type or wire_dtype to choose what travels",
+        lambda value: True,
+    ),
+    StockKey("zero_optimization.overlap_comm", "ignored", "the chain always overlaps", _false),
+    StockKey(
+        "zero_optimization.contiguous_gradients", "ignored", "buckets are always contiguous buffers", _false
+    ),
+    StockKey(
+        "zero_optimization.round_robin_gradients",
+        "ignored",
+        "every bucket is spread over all ranks already",
+        _true,
+    ),
+    StockKey(
+        "zero_optimization.use_multi_rank_bucket_allreduce",
+        "ignored",
+        "buckets are never all-reduced: each is one reduce-scatter over all ranks",
+        _false,
+    ),
+    StockKey(
+        "prescale_gradients",
+        "refused",
+        "remove it: the scale is applied after an fp32 sum, so scaling first has no purpose and rounds",
+        _true,
+    ),
+    StockKey(
+        "gradient_predivide_factor",
+        "refused",
+        "expected 1: the scale is applied after an fp32 sum, so dividing first has no purpose and rounds",
+        _not_one,
+    ),
+    StockKey(
+        "zero_optimization.reduce_scatter",
+        "refused",
+        "expected true: gradients are reduce-scattered; to all-reduce them disable gradient_partition",
+        _false,
+    ),
+    StockKey(
+        "zero_optimization.offload_optimizer.device",
+        "refused",
+        'expected "none": optimizer offload is not supported by gradient_partition',
+        lambda value: value != "none",
+    ),
+    StockKey(
+        "zero_optimization.cpu_offload",
+        "refused",
+        "expected false: optimizer offload is not supported by gradient_partition",
+        _true,
+    ),
+    StockKey(
+        "zero_optimization.zenflow",
+        "refused",
+        "remove it: ZenFlow is not supported by gradient_partition",
+        lambda value: True,
+    ),
+    StockKey(
+        "optimizer.type",
+        "refused",
+        "expected an elementwise optimizer such as AdamW: Muon is not supported by gradient_partition",
+        lambda value: _text(value) == "muon",
+    ),
+    StockKey(
+        "compile.deepcompile",
+        "refused",
+        "expected false: DeepCompile is not supported by gradient_partition",
+        _true,
+    ),
+    *(
+        StockKey(path, "refused", "expected false: masters and gradient sums are always fp32", _true)
+        for path in (
+            "bf16.bf16_master_weights_and_grads",
+            "bfloat16.bf16_master_weights_and_grads",
+            "fp16.fp16_master_weights_and_grads",
+        )
+    ),
+)
+
+# Key of gradient_partition, which values are not built yet, what to write meanwhile. One line a feature.
+_NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("collective", lambda value: value == "reduce_scatter", _one_of("auto", "all_to_all")),
+    ("collective", lambda value: value == "hierarchical", _one_of("auto", "all_to_all")),
+    ("node_size", lambda value: value != "auto", _one_of("auto")),
+    ("across_dtype", lambda value: value != "fp32", _one_of("fp32")),
+    ("reduce_every", lambda value: value != 1, "1"),
+)
+
+
+def check_against_deepspeed(
+    section: LazyReduceConfig,
+    ds_config: dict[str, Any],
+    *,
+    pipeline: bool = False,
+    hybrid: bool = False,
+    world_size: int | None = None,
+) -> None:
+    """Refuse what cannot be honoured, before any collective runs.
+
+    ``deferred_loss`` alone works at every ZeRO stage and with pipelines. The hybrid engine is a class of its
+    own that nothing here extends, so an enabled section on it is always refused rather than ignored.
+
+    Args:
+        section: the parsed section.
+        ds_config: the whole DeepSpeed config.
+        pipeline: whether the engine is a ``PipelineEngine``.
+        hybrid: whether the engine is a hybrid engine (also read from ``hybrid_engine.enabled``).
+        world_size: ranks of the data-parallel group, None while unknown.
+
+    Raises:
+        ConfigError: every refused combination is listed.
+    """
+    gradients, problems = section.gradient_partition, []
+    if hybrid or _true(_lookup(ds_config, "hybrid_engine.enabled")):
+        problems.append(f"{SECTION}.enabled: got true; expected false with a hybrid engine")
+    if section.token_normalization.enabled and not gradients.enabled:
+        problems.append(
+            f"{SECTION}.token_normalization.enabled: got true; expected false, "
+            f"or {SECTION}.gradient_partition.enabled true, which it needs"
+        )
+    if gradients.enabled:
+        problems += _gradient_problems(gradients, ds_config, pipeline, world_size)
+    if problems:
+        raise _config_error(problems)
+
+
+def _gradient_problems(
+    gradients: GradientPartitionConfig, ds_config: dict[str, Any], pipeline: bool, world_size: int | None
+) -> list[str]:
+    prefix = f"{SECTION}.gradient_partition"
+    problems = []
+    if pipeline:
+        problems.append(f"{prefix}.enabled: got true; expected false with a PipelineEngine")
+    stage = _zero_stage(ds_config)
+    if _text(stage) not in ("2", "2.0"):
+        problems.append(
+            f"zero_optimization.stage: got {_show(stage)}; expected 2, or {prefix}.enabled false "
+            "(deferred_loss alone works at every stage)"
+        )
+    for key, value in _written(ds_config, "refused"):
+        problems.append(f"{key.path}: got {_show(value)}; {key.reason}")
+    for name, missing, right in _NOT_YET:
+        value = getattr(gradients, name)
+        if missing(value):
+            problems.append(
+                f"{prefix}.{name}: got {_show(value)}; not available in this version, expected {right}"
+            )
+    node = gradients.node_size
+    if node != "auto" and gradients.collective in ("all_to_all", "reduce_scatter"):
+        problems.append(f'{prefix}.node_size: got {_show(node)}; expected "auto" unless "hierarchical"')
+    if node != "auto" and world_size is not None and world_size % node:
+        problems.append(f"{prefix}.node_size: got {_show(node)}; expected a divisor of {world_size} ranks")
+    travels = _lookup(ds_config, "communication_data_type")
+    problems += _dtype_conflict(gradients, travels.lower() if isinstance(travels, str) else None)
+    return problems
+
+
+def stock_key_notes(ds_config: dict[str, Any]) -> list[str]:
+    """A warning for each stock key that the user set to a value without effect under ``gradient_partition``.
+
+    Keys that are absent, ``null``, ``"auto"`` or at a value that agrees with what happens anyway are silent.
+    """
+    return [
+        f"{key.path}: {_show(value)} has no effect with {SECTION}.gradient_partition: {key.reason}"
+        for key, value in _written(ds_config, "ignored")
+    ]
+
+
+def _written(ds_config: dict[str, Any], treatment: str) -> list[tuple[StockKey, Any]]:
+    """The stock keys of one treatment that the config holds at a value to which it applies."""
+    found = [(key, _lookup(ds_config, key.path)) for key in STOCK_KEYS if key.treatment == treatment]
+    return [(key, value) for key, value in found if value is not None and key.applies(value)]
+
+
+def _lookup(ds_config: Any, path: str) -> Any:
+    """The value at a dotted path; None if absent, null or "auto" (which DeepSpeed reads as absent)."""
+    value = ds_config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return None if isinstance(value, str) and value == "auto" else value
+
+
+def _zero_stage(ds_config: Any) -> Any:
+    whole = _lookup(ds_config, "zero_optimization")
+    if isinstance(whole, bool):
+        return int(whole)  # DeepSpeed's deprecated form: true is stage 1
+    stage = _lookup(whole, "stage")
+    return 0 if stage is None else stage
+
+
+# ---- resolving the "auto" values
+
+
+def bucket_elements(
+    section: LazyReduceConfig, reduce_bucket_size: int, trainable_numel: int, ranks: int
+) -> int:
+    """Upper bound of a bucket, in elements.
+
+    ``"auto"`` is min(``reduce_bucket_size``, max(``trainable_numel`` / 16, 128 Ki x ``ranks``)): about
+    sixteen buckets to overlap, with messages of 128 Ki elements a rank or more, never above stock's bound.
+    """
+    size = section.gradient_partition.bucket_size
+    if size != "auto":
+        return size
+    sixteenth = -(-trainable_numel // 16)  # rounded up, or a remainder would make a tiny seventeenth bucket
+    return max(1, min(int(reduce_bucket_size), max(sixteenth, 128 * 1024 * ranks)))
+
+
+def wire_dtype(
+    section: LazyReduceConfig, model_dtype: torch.dtype, communication_data_type: torch.dtype | str | None
+) -> torch.dtype:
+    """The dtype in which gradients travel; they are summed in fp32 whatever it is.
+
+    In order: an explicit ``wire_dtype``; an explicit ``communication_data_type`` (None where the user wrote
+    none; DeepSpeed's ``engine.communication_data_type`` fills in a default and must not be passed here); fp32
+    where windows are accumulated locally, since bf16 rounds and fp16 overflows there; the model dtype.
+
+    Raises:
+        ConfigError: both are explicit and differ, or ``communication_data_type`` is none of bf16, fp16, fp32.
+    """
+    gradients = section.gradient_partition
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    explicit = names.get(communication_data_type, communication_data_type)
+    if explicit is not None:
+        explicit = str(explicit).lower()
+        if explicit not in DTYPES:
+            right = _one_of(*DTYPES)
+            raise _config_error(
+                [f"communication_data_type: got {_show(str(communication_data_type))}; expected {right}"]
+            )
+    conflict = _dtype_conflict(gradients, explicit)
+    if conflict:
+        raise _config_error(conflict)
+    if gradients.wire_dtype != "auto":
+        return DTYPES[gradients.wire_dtype]
+    if explicit is not None:
+        return DTYPES[explicit]
+    return model_dtype if gradients.reduce_every == 1 else torch.float32
+
+
+def _dtype_conflict(gradients: GradientPartitionConfig, explicit: str | None) -> list[str]:
+    if gradients.wire_dtype == "auto" or explicit is None or explicit == gradients.wire_dtype:
+        return []
+    return [
+        f'{SECTION}.gradient_partition.wire_dtype: got "{gradients.wire_dtype}"; expected "auto" or '
+        f'"{explicit}", since communication_data_type is "{explicit}"'
+    ]
+
+
+def logging_interval(deferred: DeferredLossConfig, steps_per_print: int | float | str | None) -> int | None:
+    """Optimizer steps between two reports, or None where nothing is reported (the caller warns once).
+
+    The section's own ``interval`` wins. ``"auto"`` follows ``steps_per_print``, which is None by default and
+    ``inf`` (a float, or a string from JSON) under accelerate; those, and 0 or less, mean None.
+
+    Raises:
+        ConfigError: ``steps_per_print`` is followed and is no whole number.
+    """
+    if not deferred.enabled:
+        return None
+    if deferred.interval != "auto":
+        return deferred.interval
+    steps = steps_per_print
+    if isinstance(steps, str):
+        try:
+            steps = float(steps)
+        except ValueError:
+            steps = math.nan
+    if steps is None:
+        return None
+    if isinstance(steps, bool) or not isinstance(steps, (int, float)) or steps != steps:
+        raise _steps_error(steps_per_print)
+    if steps <= 0 or steps == math.inf:
+        return None
+    if steps != int(steps):
+        raise _steps_error(steps_per_print)
+    return int(steps)
+
+
+def _steps_error(value: Any) -> ConfigError:
+    return _config_error(
+        [
+            f"steps_per_print: got {_show(value)}; expected a whole number of optimizer steps, "
+            f"or set {SECTION}.deferred_loss.interval"
+        ]
+    )
+
+
+# ---- wording of errors
+
+
+def _config_error(problems: list[str]) -> ConfigError:
+    return ConfigError("\n  ".join(["the DeepSpeed config cannot be used with ds_lazyreduce:", *problems]))
+
+
+def _show(value: Any) -> str:
+    """The value as its JSON text, on one line and not too long."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):  # no JSON, too many digits, or too deep
+        text = type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _show_key(key: Any) -> str:
+    return key if isinstance(key, str) and key.isidentifier() and key.isascii() else _show(str(key))
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

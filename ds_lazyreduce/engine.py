@@ -1,0 +1,279 @@
+"""The engine mixin: hooks around DeepSpeed's ``backward`` and ``step``. Overrides engine internals here only.
+
+``LazyReduceMixin`` brings the gradient partitioner, deferred metrics and token normalisation to
+``DeepSpeedEngine``; see ``pipeline.py`` for ``PipelineEngine``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime import engine as ds_engine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import log_dist
+
+from . import config as lazy_config
+from .kernel_choice import agree_on_kernel
+from .bucket_chain import ReductionError
+from .config import ConfigError, LazyReduceConfig
+from .metrics import DeferredMetrics, Scalar, over_group
+from .zero_optimizer import LazyZeroOptimizer, PartitionSettings
+
+logger = logging.getLogger("ds_lazyreduce")
+
+LOSS = "train_loss"
+
+
+class LazyReduceMixin:
+    """What an engine with an enabled ``lazy_reduce`` section does beside its stock class.
+
+    Args:
+        lazy_section: the parsed section; everything else goes to the stock class.
+
+    Raises:
+        ConfigError: the section cannot be honoured with the rest of the config, before any collective.
+    """
+
+    _is_pipeline = False
+
+    def __init__(self, *args, lazy_section: LazyReduceConfig, **kwargs):
+        self._lazy = lazy_section
+        self._kernel = "torch"
+        ds_config = kwargs["config"]
+        lazy_config.check_against_deepspeed(lazy_section, ds_config, pipeline=self._is_pipeline)
+        if lazy_section.gradient_partition.enabled:
+            for note in lazy_config.stock_key_notes(ds_config):
+                _warn_once_per_engine(note)
+        # Resolved before the stock constructor communicates, so that a bad value leaves nobody waiting.
+        self._interval = lazy_config.logging_interval(lazy_section.deferred_loss, ds_config.get("steps_per_print"))
+        super().__init__(*args, **kwargs)
+        all_reduce, gather_names = over_group(dist, self._metrics_group())
+        self._metrics = DeferredMetrics(
+            device=self.device,
+            interval=self._interval,
+            all_reduce=all_reduce,
+            gather_names=gather_names,
+            publish=self._publish_metrics,
+        )
+        if lazy_section.deferred_loss.enabled and self._interval is None:
+            _warn_once_per_engine(
+                "lazy_reduce.deferred_loss: the loss is not reported, since neither lazy_reduce.deferred_loss.interval "
+                "nor steps_per_print gives an interval; engine.flush_metrics() still reports"
+            )
+
+    # -- construction ----------------------------------------------------------------------------
+
+    def _configure_zero_optimizer(self, optimizer):
+        # Stock builds the class bound to this name in its own module and offers no other choice; the name
+        # is ours only while this engine is being built.
+        if not self._lazy.gradient_partition.enabled:
+            return super()._configure_zero_optimizer(optimizer)
+        settings = self._partition_settings()
+        stock = ds_engine.DeepSpeedZeroOptimizer
+        ds_engine.DeepSpeedZeroOptimizer = partial(LazyZeroOptimizer, settings=settings)
+        try:
+            return super()._configure_zero_optimizer(optimizer)
+        finally:
+            ds_engine.DeepSpeedZeroOptimizer = stock
+
+    def _partition_settings(self) -> PartitionSettings:
+        section = self._lazy.gradient_partition
+        model_dtype, _ = self.get_data_types()
+        kernel = agree_on_kernel(section.kernel, self.seq_data_parallel_group, self.device)
+        self._kernel = kernel.name
+        node_size = _ranks_per_host()
+        if dist.get_world_size(group=self.seq_data_parallel_group) > node_size:
+            _warn_once_per_engine(
+                "lazy_reduce.gradient_partition.collective: ranks span hosts; the flat all-to-all sends node_size / 2 "
+                "times the bytes between nodes that a ring all-reduce does (a two-hop collective is not available yet)"
+            )
+        if self._config.comms_config.comms_logger_enabled:
+            _warn_once_per_engine("comms_logger makes every collective wait: reductions do not overlap with backward")
+        return PartitionSettings(
+            bucket_elements=partial(lazy_config.bucket_elements, self._lazy, self.zero_reduce_bucket_size()),
+            wire_dtype=lazy_config.wire_dtype(self._lazy, model_dtype, self._config.communication_data_type),
+            accumulate=kernel,
+            node_size=node_size,
+            max_in_flight=section.max_in_flight,
+            carry_over=section.carry_over,
+            normalize_tokens=self._lazy.token_normalization.enabled,
+        )
+
+    def _metrics_group(self):
+        return self.seq_data_parallel_group
+
+    # -- training --------------------------------------------------------------------------------
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True, num_tokens=None):
+        """Stock's ``backward``, with the loss recorded for the deferred report.
+
+        Args:
+            loss: 0-d tensor. Under token normalisation the sum (or mean, by ``loss_reduction``) over this
+                rank's ``num_tokens`` tokens; it is then divided neither by the accumulation steps nor by ranks.
+            num_tokens: int or 0-d tensor (a device tensor is not synchronised), tokens that ``loss`` covers.
+                Without token normalisation ``loss`` is taken as the mean over them and only the log is weighted.
+
+        Raises:
+            ValueError: token normalisation is on and ``num_tokens`` is missing, or it is negative.
+        """
+        num_tokens = _checked_tokens(num_tokens)
+        normalize = self._lazy.token_normalization
+        if normalize.enabled:
+            if num_tokens is None:
+                raise ValueError(
+                    "engine.backward: lazy_reduce.token_normalization is enabled, so num_tokens is needed: "
+                    "engine.backward(loss, num_tokens=n)"
+                )
+            if normalize.loss_reduction == "mean":
+                loss = _masked(loss * num_tokens, num_tokens)
+            self._record_loss(loss, num_tokens, is_sum=True)
+            self._begin_pass(num_tokens)
+            scaled, scale_wrt_gas = loss * self.optimizer.token_prescale(), False
+        else:
+            weight = num_tokens
+            if weight is None:  # Hugging Face passes losses that are already divided by the window's items
+                self._record_loss(loss, 1.0 if scale_wrt_gas else 1.0 / self.gradient_accumulation_steps(), is_sum=True)
+            else:
+                self._record_loss(loss, weight, is_sum=False)
+            self._begin_pass(None)
+            scaled = loss
+        try:
+            result = super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        except ReductionError:
+            raise
+        except Exception:
+            self._abort_pass()
+            raise
+        return loss if normalize.enabled else result
+
+    def _record_loss(self, loss, weight, *, is_sum: bool) -> None:
+        if self._lazy.deferred_loss.enabled and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            total = loss.detach() if is_sum else loss.detach() * weight
+            self._metrics.add(LOSS, _masked(total, weight), weight)
+
+    def _begin_pass(self, num_tokens) -> None:
+        if self._lazy.gradient_partition.enabled:
+            self.optimizer.begin_pass(num_tokens)
+
+    def _abort_pass(self) -> None:
+        if self._lazy.gradient_partition.enabled:
+            self.optimizer.abort_micro_step()
+
+    def _backward_prologue(self):
+        if self._lazy.token_normalization.enabled and not self._running_engine_backward:
+            raise ValueError(
+                "lazy_reduce.token_normalization is enabled: a direct loss.backward() cannot say how many tokens the "
+                "loss covers; call engine.backward(loss, num_tokens=n)"
+            )
+        super()._backward_prologue()
+
+    def _flush_coalesced_reduction_zero12(self, optimizer):
+        # The gradients of the block are in local fp32 accumulators, not on the parameters.
+        if self._lazy.gradient_partition.enabled:
+            optimizer.reduce_coalesced()
+        else:
+            super()._flush_coalesced_reduction_zero12(optimizer)
+
+    def step(self, *args, **kwargs):
+        steps_before = self.global_steps
+        super().step(*args, **kwargs)
+        if self.global_steps != steps_before:
+            self._metrics.end_of_step(self.global_steps, self.global_samples)
+
+    # -- metrics ---------------------------------------------------------------------------------
+
+    def record_metric(self, name: str, total: Scalar, count: Scalar) -> None:
+        """Adds to a metric that is reported with the loss, as sum over sum of counts of all ranks.
+
+        No collective and no host read; floats, ints or one-element tensors. Names may differ between ranks.
+        """
+        self._metrics.add(name, total, count)
+
+    def flush_metrics(self) -> dict[str, float]:
+        """Reports the open logging window now. Collective: every rank calls it. Returns ``{name: value}``."""
+        return self._metrics.flush(self.global_samples)
+
+    @property
+    def last_metrics(self) -> dict[str, float]:
+        """``{name: value}`` of the last reported window, on every rank; the loss is ``"train_loss"``."""
+        return self._metrics.last
+
+    def _publish_metrics(self, values: dict[str, float], samples: int) -> None:
+        if self.global_rank != 0:
+            return
+        if self.monitor.enabled:
+            self.monitor.write_events([(self._metric_tag(name), value, samples) for name, value in values.items()])
+        listed = ", ".join(f"{name}={value:.6g}" for name, value in values.items())
+        log_dist(f"samples={samples}, {listed}", ranks=[0])
+
+    def _metric_tag(self, name: str) -> str:
+        return self._lazy.deferred_loss.tag if name == LOSS else f"Train/Samples/{name}"
+
+    def lazy_reduce_report(self) -> dict:
+        """Counters of this rank since construction; free of collectives. The README documents each field."""
+        report = {
+            "gradient_collectives": 0,
+            "scalar_collectives": 0,
+            "metric_collectives": self._metrics.collectives,
+            "bytes_sent": 0,
+            "bytes_sent_across_nodes": 0,
+            "buckets": 0,
+            "max_in_flight_seen": 0,
+            "peak_buffer_bytes": 0,
+            "kernel": self._kernel,
+            "collective": "none",
+            "wire_dtype": "none",
+        }
+        if self._lazy.gradient_partition.enabled:
+            report.update(self.optimizer.lazy_reduce_report())
+        return report
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def destroy(self):
+        metrics = self.__dict__.get("_metrics")
+        if metrics is not None:
+            metrics.last  # noqa: B018  publishes a report whose values are on their way; no collective
+        super().destroy()
+
+
+class LazyEngine(LazyReduceMixin, DeepSpeedEngine):
+    """``DeepSpeedEngine`` with lazy reductions."""
+
+
+def _checked_tokens(num_tokens):
+    """Counts on the host become ints, others stay device tensors; negative ones are refused."""
+    if num_tokens is None:
+        return None
+    if isinstance(num_tokens, torch.Tensor):
+        if num_tokens.numel() != 1:
+            raise ValueError(f"engine.backward: num_tokens has shape {tuple(num_tokens.shape)}, expected a 0-d tensor")
+        if num_tokens.device.type != "cpu":
+            return num_tokens.reshape(())
+        num_tokens = num_tokens.item()
+    if isinstance(num_tokens, bool) or num_tokens != int(num_tokens) or num_tokens < 0:
+        raise ValueError(f"engine.backward: num_tokens is {num_tokens!r}, expected a whole number >= 0")
+    return int(num_tokens)
+
+
+def _masked(value: torch.Tensor, weight):
+    """``value``, or 0 where ``weight`` is 0: a mean over no tokens is NaN, and 0 * NaN would stay NaN."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, value, torch.zeros_like(value))
+    return value if weight else torch.zeros_like(value)
+
+
+def _ranks_per_host() -> int:
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun and deepspeed; MPI
+    return int(local) if local else dist.get_world_size()
+
+
+def _warn_once_per_engine(message: str) -> None:
+    if dist.get_rank() == 0:
+        logger.warning(message)

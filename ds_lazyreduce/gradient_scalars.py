@@ -1,0 +1,80 @@
+"""The scalars that all ranks must agree on once per optimizer step, in one packed all-reduce.
+
+    [ norm squared | non-finite | void | tokens | late flag of bucket 0 | bucket 1 | ... ]
+
+It replaces stock ZeRO-2's one all-reduce per param group for the norm, the overflow check's own and
+those of the expert groups. Every rank owns different elements of the gradient, so sums over the
+data-parallel group count each element once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_HEADER = 4
+
+
+@dataclass(frozen=True)
+class StepScalars:
+    """The agreed values, the same on every rank.
+
+    norm_squared: of the summed gradient, before loss-scale or token normalisation.
+    is_finite: whether every gradient element of every rank is finite.
+    void: whether any rank's backward failed in this window.
+    tokens: sum of the token counts of all ranks in this window.
+    late: for each bucket whether any rank holds gradients for it in a local accumulator.
+    """
+
+    norm_squared: float
+    is_finite: bool
+    void: bool
+    tokens: float
+    late: list[bool]
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.norm_squared) if self.is_finite else math.inf
+
+
+def local_norm_squared(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares of fp32 tensors as a 0-d tensor.
+
+    Summed in float64 where the device has it: products of fp32 numbers are exact there, and the sum's
+    rounding is so far below fp32 that the clipping factor does not depend on how elements are
+    distributed over buckets and ranks (up to one rounding of the norm in about 10^8).
+    """
+    dtype = scalar_dtype(device)
+    total = torch.zeros((), dtype=dtype, device=device)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=dtype).square()
+    return total
+
+
+def scalar_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices without it."""
+    return torch.float32 if device.type in ("mps", "hpu") else torch.float64
+
+
+def agree(
+    norm_squared: torch.Tensor,
+    void: bool,
+    tokens: torch.Tensor | float,
+    late: Sequence[bool],
+    all_reduce: Callable[[torch.Tensor], None],
+) -> StepScalars:
+    """Sums the scalars over all ranks with one call of ``all_reduce`` and reads them on the host."""
+    pack = torch.empty(_HEADER + len(late), dtype=norm_squared.dtype, device=norm_squared.device)
+    finite = torch.isfinite(norm_squared)
+    pack[0] = torch.where(finite, norm_squared, 0)  # so that NaN does not hide in the sum
+    pack[1] = ~finite
+    pack[2] = float(void)
+    pack[3] = tokens
+    pack[_HEADER:] = torch.tensor(late, dtype=pack.dtype)
+    all_reduce(pack)
+    norm, non_finite, voided, total_tokens, *late_anywhere = pack.tolist()
+    is_finite = non_finite == 0 and math.isfinite(norm)
+    return StepScalars(norm, is_finite, voided > 0, total_tokens, [flag > 0 for flag in late_anywhere])
