@@ -25,8 +25,6 @@ from typing import Any, NoReturn
 from .config import ConfigError, LazyReduceConfig, check_against_deepspeed, parse_section
 from .demo_report import closing_table
 
-WEIGHT_DECAY = 0.1
-
 
 class DemoError(Exception):
     """A mistake of the user's, reported as one line."""
@@ -147,7 +145,7 @@ def build_engine(job: Job):
     try:
         engine, *_ = initialize(
             model=model,
-            model_parameters=parameter_groups(model, WEIGHT_DECAY),
+            model_parameters=parameter_groups(model),
             lr_scheduler=None if "scheduler" in job.config else warmup_cosine(job.args.steps),
             config=job.config,
         )
@@ -166,26 +164,18 @@ def train(job: Job, engine, size) -> tuple[float | None, float | None]:
     """
     from tqdm import tqdm
 
-    from .demo_model import load_corpus, sample_windows
+    from .demo_model import RandomWindows, load_corpus
 
-    corpus = load_corpus()
     batch, micro_steps = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
+    windows = RandomWindows(load_corpus(), batch, size.context, job.args.seed, job.rank, job.world_size)
     tokens = batch * size.context
     reduction, options = loss_options(job, tokens)
     first = None
     with tqdm(total=job.args.steps, unit="step", disable=job.rank != 0, file=sys.stdout, ncols=100) as bar:
         for step in range(job.args.steps):
             for micro_step in range(step * micro_steps, (step + 1) * micro_steps):
-                x, y = sample_windows(
-                    corpus,
-                    batch=batch,
-                    context=size.context,
-                    seed=job.args.seed,
-                    micro_step=micro_step,
-                    rank=job.rank,
-                    world_size=job.world_size,
-                )
-                loss = engine(x.to(engine.device), y.to(engine.device), reduction)
+                x, y = (part.to(engine.device) for part in windows.draw(micro_step))
+                loss = engine(x, y, reduction)
                 engine.backward(loss, **options)
                 engine.step()
             latest = engine.last_metrics.get("train_loss")
@@ -235,8 +225,9 @@ class _Stopped(BaseException):
 
 def _stop(signum, frame) -> NoReturn:
     # On Ctrl-C a rank gets SIGINT from the terminal and at once SIGTERM from the launcher. The first
-    # unwinds the stack (a JIT build in progress must release its lock file), the second is ignored.
-    _on_signals(signal.SIG_IGN)
+    # unwinds the stack (a JIT build in progress must release its lock file), the second is ignored, by a
+    # function, because Python complains about SIG_IGN if that signal has come in already.
+    _on_signals(lambda signum, frame: None)
     raise _Stopped(signum)
 
 

@@ -94,12 +94,12 @@ def _init_weights(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Two groups: matrices decay, biases and norm weights do not."""
+def parameter_groups(model: nn.Module) -> list[dict]:
+    """Two groups: matrices, which decay as the optimizer is told, and biases and norms, which do not."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     return [
-        {"params": matrices, "weight_decay": weight_decay},
+        {"params": matrices},
         {"params": vectors, "weight_decay": 0.0},
     ]
 
@@ -140,16 +140,25 @@ def _source_files(root: Path) -> Iterator[Path]:
     yield from sorted(root.glob("*.py"))
 
 
-def sample_windows(
-    corpus: torch.Tensor, *, batch: int, context: int, seed: int, micro_step: int, rank: int, world_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random windows for one micro-step: ``(tokens, targets)``, int64 of shape ``[batch, context]``.
+@dataclasses.dataclass(frozen=True)
+class RandomWindows:
+    """Draws micro-batches of text windows; a micro-step's draw depends on nothing but these fields.
 
-    Every rank draws the starts of all ranks from one generator and keeps its own share: what the
-    ranks read together in a micro-step is one reproducible sample, and no two ranks draw alike.
+    Every rank draws the starts of all ranks from one generator and keeps its own share: what the ranks
+    read together in a micro-step is one reproducible sample.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + micro_step)
-    starts = torch.randint(len(corpus) - context, (world_size * batch,), generator=generator)
-    mine = starts[rank * batch : (rank + 1) * batch]
-    windows = corpus[mine[:, None] + torch.arange(context + 1)].long()
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    corpus: torch.Tensor  # uint8 vector
+    batch: int
+    context: int
+    seed: int
+    rank: int
+    world_size: int
+
+    def draw(self, micro_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(tokens, targets)`` of this rank, int64 ``[batch, context]``; targets are one byte ahead."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + micro_step)
+        drawn = (self.world_size, self.batch)
+        starts = torch.randint(len(self.corpus) - self.context, drawn, generator=generator)[self.rank]
+        windows = self.corpus[starts[:, None] + torch.arange(self.context + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

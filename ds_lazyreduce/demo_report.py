@@ -67,7 +67,7 @@ def closing_table(
         ("  gradient collectives", f"{report['gradient_collectives'] / steps:.1f}", f"{collectives}"),
         ("  gradient bytes sent", f"{report['bytes_sent'] / steps:,.0f}", f"{sent:,}"),
         ("  scalar collectives", f"{report['scalar_collectives'] / steps:.1f}", ""),
-        ("  logging collectives", f"{report['metric_collectives'] / steps:.1f}", ""),
+        ("  logging collectives", f"{report['metric_collectives'] / steps:.2f}", ""),
         ("peak buffer bytes", f"{report['peak_buffer_bytes']:,}", ""),
         ("kernel", report["kernel"], ""),
         ("collective, wire dtype", f"{report['collective']}, {report['wire_dtype']}", ""),

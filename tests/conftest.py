@@ -39,14 +39,14 @@ def extensions_dir():
 def warm_extensions(extensions_dir):
     """`extensions_dir`, with DeepSpeed's own extension built in it."""
     command = [sys.executable, "-c", WARM_UP]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"DeepSpeed's extension could not be built:\n{done.stdout}\n{done.stderr}"
     return extensions_dir
 
 
 @pytest.fixture(scope="session")
 def _pools(warm_extensions):
-    pools = PoolCache(limit=2)
+    pools = PoolCache(limit=4)
     yield pools
     pools.close()
 

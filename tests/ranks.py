@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT = 120  # seconds for the workers' imports and rendezvous
+START_TIMEOUT = 240  # seconds for the workers' imports and rendezvous, on a busy machine
 GRACE = 5  # seconds the other ranks get to answer once one has failed
 WORKER = "import sys; from tests.ranks import serve; serve(int(sys.argv[1]), float(sys.argv[2]))"
 LOG_TAIL = 4000  # characters of a silent rank's output shown in a failure

@@ -1,0 +1,232 @@
+"""What is compared: each contender owns a model and reduces its gradients in its own way.
+
+    for i in range(micro_steps):
+        contender.micro_step(last=i == micro_steps - 1)     # forward and backward
+    contender.finish()                                      # nothing is in flight any more
+    contender.step()                                        # the update, and whatever belongs to it
+    contender.close()
+
+All ranks construct, call and close contenders in the same order; several exist at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .bench_models import Shape, hand_over_model, parameter_groups
+
+NEVER = 10**9  # steps between reports: the bookkeeping runs, the report does not
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all contenders of a workload share.
+
+    bucket: elements of a gradient bucket; None leaves the extension its default (and stock its own).
+    split: the optimizer's param groups, see ``parameter_groups``.
+    """
+
+    shape: Shape
+    micro_steps: int
+    bucket: int | None
+    device: torch.device
+    rank: int
+    ranks: int
+    split: str = "one"
+
+
+class Contender:
+    """The empty contender: every part may be left out."""
+
+    has_step = True
+
+    def micro_step(self, last: bool) -> None:
+        """Forward and backward."""
+
+    def finish(self) -> None:
+        """Waits for the reductions of the window."""
+
+    def step(self) -> None:
+        """The optimizer step."""
+
+    def close(self) -> None:
+        """Frees what the contender holds."""
+
+
+class DeepSpeedEngine(Contender):
+    """ZeRO-2 through ``deepspeed.initialize``, or with ``lazy`` (keys of ``gradient_partition``) the extension.
+
+    loss_all_reduce: also average the loss over ranks at each micro-step, as training scripts do to log it.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        lazy: dict[str, Any] | None = None,
+        loss_all_reduce: bool = False,
+        communication_data_type: str | None = None,
+    ):
+        from deepspeed import initialize as stock_initialize
+
+        from . import initialize as lazy_initialize
+
+        model = hand_over_model(setting.shape, setting.device, seed=setting.rank)
+        zero = {"stage": 2}
+        if setting.bucket:
+            zero["reduce_bucket_size"] = setting.bucket
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": setting.micro_steps,
+            "bf16": {"enabled": True},
+            "steps_per_print": NEVER,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        }
+        if communication_data_type:
+            config["communication_data_type"] = communication_data_type
+        if lazy is not None:
+            size = {"bucket_size": setting.bucket} if setting.bucket else {}
+            config["lazy_reduce"] = {"enabled": True, "gradient_partition": {**size, **lazy}}
+        optimizer = torch.optim.AdamW(parameter_groups(model, setting.split), lr=1e-4)
+        initialize = stock_initialize if lazy is None else lazy_initialize
+        self.engine = initialize(model=model, optimizer=optimizer, config=config)[0]
+        self._is_lazy = lazy is not None
+        self._loss_all_reduce = loss_all_reduce
+        self._ranks = setting.ranks
+        self._input = torch.zeros((), device=setting.device)
+
+    def micro_step(self, last: bool) -> None:
+        loss = self.engine(self._input)
+        if self._loss_all_reduce:
+            logged = loss.detach().clone()
+            dist.all_reduce(logged)
+            logged.div_(self._ranks).item()
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()  # no update: the engine counts micro-steps there
+
+    def finish(self) -> None:
+        if self._is_lazy:  # else step() would wait for what was carried over, and the window look shorter
+            self.engine.optimizer.chain.drain()
+
+    def step(self) -> None:
+        self.engine.step()
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+
+class FullyShard(Contender):
+    """FSDP2, one unit a layer, bf16 parameters, fp32 reductions.
+
+    Parameters stay gathered from one step to the next, as in ZeRO-2; the gathering is part of the step.
+    """
+
+    def __init__(self, setting: Setting):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model = hand_over_model(setting.shape, setting.device, seed=setting.rank, dtype=torch.float32)
+        mesh = init_device_mesh(setting.device.type, (setting.ranks,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for unit in [*model, model]:
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        model.set_reshard_after_backward(False)
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self._input = torch.zeros((), device=setting.device)
+
+    def micro_step(self, last: bool) -> None:
+        self._model(self._input).backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for layer in self._model:
+            layer.reshard()
+            layer.unshard()
+
+    def close(self) -> None:
+        del self._model, self._optimizer
+
+
+class DataParallel(Contender):
+    """DistributedDataParallel in bf16: whole gradients and optimizer states on every rank, no fp32 masters."""
+
+    def __init__(self, setting: Setting):
+        model = hand_over_model(setting.shape, setting.device, seed=setting.rank)
+        megabytes = (setting.bucket or 0) * 2 / 2**20 or None
+        self._model = torch.nn.parallel.DistributedDataParallel(
+            model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
+        )
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self._input = torch.zeros((), device=setting.device)
+
+    def micro_step(self, last: bool) -> None:
+        self._model(self._input).backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def close(self) -> None:
+        del self._model, self._optimizer
+
+
+class BareExchange(Contender):
+    """The limit: the same bytes in the same messages through ``all_to_all_single``, and nothing else."""
+
+    has_step = False
+
+    def __init__(self, setting: Setting):
+        bucket = setting.bucket or setting.shape.numel
+        padded = -(-bucket // setting.ranks) * setting.ranks
+        self._messages = -(-setting.shape.numel // bucket)
+        self._send = torch.ones(padded, dtype=torch.bfloat16, device=setting.device)
+        self._receive = torch.empty_like(self._send)
+
+    def micro_step(self, last: bool) -> None:
+        for _ in range(self._messages):
+            dist.all_to_all_single(self._receive, self._send)
+
+
+class NoEngine(Contender):
+    """Forward and backward in plain torch: what remains when nobody handles the gradients."""
+
+    has_step = False
+
+    def __init__(self, setting: Setting):
+        self._model = hand_over_model(setting.shape, setting.device, seed=setting.rank)
+        self._input = torch.zeros((), device=setting.device)
+
+    def micro_step(self, last: bool) -> None:
+        self._model(self._input).backward()
+        self._model.zero_grad()
+
+    def close(self) -> None:
+        del self._model
+
+
+def _lazy(**gradient_partition) -> Callable[[Setting], Contender]:
+    return lambda setting: DeepSpeedEngine(setting, lazy=gradient_partition)
+
+
+CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
+    "none": NoEngine,
+    "bare": BareExchange,
+    "zero2": DeepSpeedEngine,
+    "zero2-fp32": lambda setting: DeepSpeedEngine(setting, communication_data_type="fp32"),
+    "zero2-loss": lambda setting: DeepSpeedEngine(setting, loss_all_reduce=True),
+    "fsdp2": FullyShard,
+    "ddp": DataParallel,
+    "lazy": _lazy(),
+    "lazy-4": _lazy(max_in_flight=4),
+    "lazy-drained": _lazy(carry_over=False),
+    "lazy-boundary": _lazy(reduce_every="boundary"),
+}

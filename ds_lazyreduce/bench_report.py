@@ -1,0 +1,159 @@
+"""Results of the benchmark as tables and as JSON. Pure: no torch, no communication."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """``contender`` is to take at most ``bound`` times what ``baseline`` takes, on ``ranks`` ranks."""
+
+    contender: str
+    baseline: str
+    bound: float
+    ranks: int
+
+
+@dataclass
+class Result:
+    """What one workload measured.
+
+    samples: contender -> metric -> one value a round, in ``unit``; the slowest rank's where it is a time.
+    primary: the metric that ratios and targets compare.
+    baselines: the contenders to compare with; those that did not run are left out.
+    targets: left empty where sizes or ranks are not those that the targets are meant for.
+    """
+
+    workload: str
+    title: str
+    unit: str
+    primary: str
+    baselines: tuple[str, ...]
+    samples: dict[str, dict[str, list[float]]]
+    targets: list[Target] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def median(self, contender: str, metric: str | None = None) -> float | None:
+        """Median over rounds, None where there is no such measurement."""
+        values = self.samples.get(contender, {}).get(metric or self.primary)
+        return statistics.median(values) if values else None
+
+    def ratio(self, contender: str, baseline: str) -> float | None:
+        """Ratio of the medians of the primary metric."""
+        ours, theirs = self.median(contender), self.median(baseline)
+        return None if ours is None or not theirs else ours / theirs
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data, with all samples."""
+        contenders = {}
+        for name, metrics in self.samples.items():
+            contenders[name] = {
+                "metrics": {
+                    metric: {
+                        "median": statistics.median(values),
+                        "min": min(values),
+                        "max": max(values),
+                        "samples": values,
+                    }
+                    for metric, values in metrics.items()
+                },
+                "ratios": {
+                    baseline: ratio
+                    for baseline in self.baselines
+                    if baseline != name and (ratio := self.ratio(name, baseline)) is not None
+                },
+            }
+        return {
+            "workload": self.workload,
+            "title": self.title,
+            "unit": self.unit,
+            "primary": self.primary,
+            "contenders": contenders,
+            "targets": [
+                {"contender": t.contender, "baseline": t.baseline, "bound": t.bound, "ratio": ratio}
+                for t in self.targets
+                if (ratio := self.ratio(t.contender, t.baseline)) is not None
+            ],
+            "notes": self.notes,
+        }
+
+    def table(self) -> str:
+        """Rows are contenders; columns are medians with their range, then ratios of the primary metric."""
+        metrics = list(dict.fromkeys(metric for row in self.samples.values() for metric in row))
+        baselines = [name for name in self.baselines if self.median(name) is not None]
+        rows = [["", *(f"{metric} [{self.unit}]" for metric in metrics), *(f"/ {name}" for name in baselines)]]
+        for name, row in self.samples.items():
+            ratios = [self.ratio(name, baseline) for baseline in baselines]
+            rows.append([name, *(_cell(row.get(metric)) for metric in metrics), *map(_ratio_cell, ratios)])
+        lines = [f"{self.workload}: {self.title}", *_aligned(rows)]
+        for target in self.targets:
+            ratio = self.ratio(target.contender, target.baseline)
+            if ratio is not None:
+                verdict = "reached" if ratio <= target.bound else "missed"
+                lines.append(
+                    f"  target {target.contender} <= {target.bound} x {target.baseline}: {ratio:.2f}, {verdict}"
+                )
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def _cell(values: list[float] | None) -> str:
+    if not values:
+        return "-"
+    median, low, high = (_number(v) for v in (statistics.median(values), min(values), max(values)))
+    return median if len(values) == 1 else f"{median} ({low} .. {high})"
+
+
+def _number(value: float) -> str:
+    if value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _ratio_cell(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    ]
+
+
+def machine(ranks: int) -> dict[str, Any]:
+    """What the numbers depend on; ``load`` is the machine's one-minute load average before the benchmark."""
+    return {
+        "ranks": ranks,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": _cpu_model(),
+        "threads_per_rank": os.environ.get("OMP_NUM_THREADS", "unset"),
+        "load": round(os.getloadavg()[0], 1),
+        **{name: metadata.version(name) for name in ("torch", "deepspeed")},
+        "python": platform.python_version(),
+    }
+
+
+def describe(info: dict[str, Any]) -> str:
+    """The machine in two lines."""
+    return (
+        f"{info['ranks']} ranks on {info['cores']} cores ({info['cpu']}, {info['device']}), "
+        f"OMP_NUM_THREADS {info['threads_per_rank']}, load average before {info['load']}\n"
+        f"torch {info['torch']}, deepspeed {info['deepspeed']}, python {info['python']}, "
+        f"backend {info['backend']}, kernel {info['kernel']}"
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())

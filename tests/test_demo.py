@@ -1,0 +1,224 @@
+"""The example job: its parts, and the whole of it under the real `deepspeed` launcher."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ds_lazyreduce.demo import DemoError, parse_arguments
+from ds_lazyreduce.demo_model import (
+    SIZES,
+    ByteGPT,
+    RandomWindows,
+    load_corpus,
+    parameter_groups,
+    warmup_cosine,
+)
+from ds_lazyreduce.demo_report import closing_table, plain_zero2_traffic, stock_element_bytes
+from tests.launcher import ROOT, job_env, launch, started
+
+CONFIG = json.loads((ROOT / "ds_configs" / "cpu_gloo.json").read_text())
+TABLE_LOSS = re.compile(r"global loss, first -> last window: (\d+\.\d+) -> (\d+\.\d+)")
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Writes the CPU config, with top-level keys replaced, and returns its path."""
+
+    def write(**over):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**CONFIG, **over}))
+        return path
+
+    return write
+
+
+# ---- parts
+
+
+def test_plain_zero2_traffic():
+    # 10 and 20 fit into 30 together, the large one goes alone: 3 buckets, all-reduced in each of 4 micro-steps
+    traffic = plain_zero2_traffic(
+        [100, 20, 10, 30], bucket_size=30, element_bytes=2, world_size=4, micro_steps=4
+    )
+    assert traffic == (3 * 4, 2 * 3 / 4 * 160 * 2 * 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        ({}, 4),
+        ({"bf16": {"enabled": True}}, 2),
+        ({"bf16": {"enabled": False}}, 4),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 4),
+    ],
+)
+def test_stock_element_bytes(config, size):
+    assert stock_element_bytes(config) == size
+
+
+def test_table_without_a_reported_loss():
+    report = dict.fromkeys(("gradient_collectives", "scalar_collectives", "metric_collectives"), 20)
+    report |= {"bytes_sent": 1000, "peak_buffer_bytes": 99, "kernel": "torch"}
+    report |= {"collective": "all_to_all", "wire_dtype": "bf16"}
+    table = closing_table(
+        report, config=CONFIG, sizes=[6], world_size=2, steps=10, micro_steps=4, losses=(None, None)
+    )
+    assert "not reported -> not reported" in table
+    assert re.search(r"gradient bytes sent +100 +48\n", table)  # 2 (N-1)/N x 6 elements x 2 bytes x 4
+
+
+def test_windows_are_reproducible_and_differ_between_ranks_and_micro_steps():
+    def windows(rank, seed=0, micro_step=0):
+        return RandomWindows(corpus, 2, 8, seed, rank, world_size=2).draw(micro_step)
+
+    corpus = torch.arange(200, dtype=torch.uint8)
+    tokens, targets = windows(0)
+    assert tokens.shape == targets.shape == (2, 8)
+    assert torch.equal(targets, tokens + 1)
+    assert torch.equal(tokens, windows(0)[0])
+    for other in (windows(1), windows(0, seed=1), windows(0, micro_step=1)):
+        assert not torch.equal(tokens, other[0])
+
+
+def test_windows_reach_both_ends_of_the_corpus():
+    corpus = torch.arange(10, dtype=torch.uint8)
+    tokens, targets = RandomWindows(corpus, 100, 8, seed=0, rank=0, world_size=1).draw(0)
+    assert (tokens.min(), targets.max()) == (0, 9)
+
+
+def test_corpus_is_capped_source_text():
+    corpus = load_corpus(max_bytes=50_000)
+    assert corpus.dtype == torch.uint8 and len(corpus) == 50_000
+    assert b"import " in bytes(corpus.tolist())
+
+
+def test_groups_hold_every_parameter_once():
+    model = ByteGPT(SIZES["tiny"])
+    decay, no_decay = (group["params"] for group in parameter_groups(model))
+    assert {p.ndim for p in decay} == {2} and {p.ndim for p in no_decay} == {1}
+    assert len(decay) + len(no_decay) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100])
+def test_schedule_stays_positive(steps):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = warmup_cosine(steps)(optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert max(rates) == 1.0 and min(rates) > 0
+
+
+@pytest.mark.parametrize("extra", [["--steps", "0"], ["--steps", "x"], ["--size", "huge"], ["--nonsense"]])
+def test_wrong_arguments(extra):
+    with pytest.raises(DemoError):
+        parse_arguments(["--deepspeed_config", "c.json", *extra])
+
+
+# ---- mistakes: one line each, before DeepSpeed is loaded
+
+
+def mistakes():
+    def misspelt(tmp_path, write_config):
+        config = write_config(lazy_reduce={"gradient_partition": {"max_in_fligt": 2}})
+        return [config], [
+            "config.json",
+            "lazy_reduce.gradient_partition.max_in_fligt",
+            'did you mean "max_in_flight"',
+        ]
+
+    def refused(tmp_path, write_config):
+        return [write_config(zero_optimization={"stage": 3})], ["config.json", "zero_optimization.stage"]
+
+    def no_section(tmp_path, write_config):
+        return [write_config(lazy_reduce={"enabled": False})], ["config.json", "no enabled", "lazy_reduce"]
+
+    def no_json(tmp_path, write_config):
+        (tmp_path / "c.json").write_text("{,}")
+        return [tmp_path / "c.json"], ["c.json", "not valid JSON", "line 1"]
+
+    def missing(tmp_path, write_config):
+        return [tmp_path / "nowhere.json"], ["cannot read the config", "nowhere.json", "No such file"]
+
+    def unwritable(tmp_path, write_config):
+        (tmp_path / "file").touch()
+        return [write_config(), "--output", tmp_path / "file" / "out"], ["cannot write", "file/out"]
+
+    return [misspelt, refused, no_section, no_json, missing, unwritable]
+
+
+@pytest.mark.parametrize("mistake", mistakes(), ids=lambda mistake: mistake.__name__)
+def test_mistake_is_one_line(mistake, tmp_path, write_config):
+    arguments, words = mistake(tmp_path, write_config)
+    command = [sys.executable, "-m", "ds_lazyreduce.demo", "--deepspeed_config", *map(str, arguments)]
+    done = subprocess.run(command, cwd=tmp_path, env=job_env(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.strip().splitlines()
+    for word in ["ds_lazyreduce.demo: ", *words]:
+        assert word in line
+
+
+@pytest.mark.timeout(90)
+def test_mistake_is_one_line_of_all_ranks(tmp_path):
+    code, _, stderr = launch(
+        "ds_lazyreduce.demo", ["--deepspeed_config", "nowhere.json"], tmp_path, timeout=80
+    )
+    assert code == 2
+    assert len(stderr.strip().splitlines()) == 1
+    assert "nowhere.json" in stderr
+
+
+# ---- the whole job
+
+
+@pytest.mark.timeout(150)
+def test_demo_on_two_ranks(tmp_path, write_config, warm_extensions):
+    config = write_config(steps_per_print=5)
+    arguments = ["--deepspeed_config", config, "--output", tmp_path / "out", "--size", "tiny", "--steps", 17]
+    code, stdout, stderr = launch("ds_lazyreduce.demo", arguments, tmp_path)
+    assert code == 0, stdout + stderr
+    assert "Traceback" not in stderr
+
+    first, last = map(float, TABLE_LOSS.search(stdout).groups())
+    assert last < first - 0.5
+    assert re.search(r"tokens/s", stdout)
+    # half of what the all-reduce sends, up to the padding of shards
+    ours, stock = (
+        int(cell.replace(",", ""))
+        for cell in re.search(r"gradient bytes sent +(\S+) +(\S+)", stdout).groups()
+    )
+    assert stock / 2 <= ours < 1.1 * stock / 2
+
+    (path,) = (tmp_path / "out").glob("ds_lazyreduce_demo/*train_loss.csv")
+    header, *rows = csv.reader(path.read_text().splitlines())
+    samples_per_step = 2 * CONFIG["gradient_accumulation_steps"] * CONFIG["train_micro_batch_size_per_gpu"]
+    assert header == ["step", "train_loss"]
+    assert [int(samples) for samples, _ in rows] == [steps * samples_per_step for steps in (5, 10, 15, 17)]
+    assert [f"{float(rows[i][1]):.3f}" for i in (0, -1)] == [f"{first:.3f}", f"{last:.3f}"]
+
+
+@pytest.mark.timeout(150)
+def test_ctrl_c(tmp_path, write_config, warm_extensions):
+    arguments = ["--deepspeed_config", write_config(), "--size", "tiny", "--steps", 100_000]
+    with started("ds_lazyreduce.demo", arguments, tmp_path) as job:
+        seen = ""
+        while " 1/100000" not in seen:
+            seen += os.read(job.stdout.fileno(), 4096).decode(errors="replace")
+            assert job.poll() is None, seen
+        os.killpg(job.pid, signal.SIGINT)  # what a terminal does
+        _, stderr = job.communicate(timeout=60)
+    # The launcher itself ends in a KeyboardInterrupt that is none of ours.
+    ours = stderr.partition("Traceback (most recent call last)")
+    assert job.returncode != 0
+    assert stderr.count("ds_lazyreduce.demo: interrupted\n") == 1
+    assert "demo.py" not in stderr, ours
+    assert "rank1" not in stderr
