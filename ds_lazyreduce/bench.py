@@ -93,7 +93,10 @@ def run(args: argparse.Namespace) -> None:
         ranks=dist.get_world_size(),
     )
     say = print if rank == 0 else (lambda *_, **__: None)
-    say(f"{describe(info)}\n{args.rounds} rounds in turns: median (min .. max) of the slowest rank", flush=True)
+    say(
+        f"{describe(info)}\n{args.rounds} rounds in turns: median (min .. max) of the slowest rank",
+        flush=True,
+    )
     if args.scale != 1.0:
         say(f"sizes x {args.scale:g}: not the sizes that targets are meant for", flush=True)
     results = []

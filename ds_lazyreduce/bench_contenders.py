@@ -59,7 +59,7 @@ class Contender:
 
 
 class DeepSpeedEngine(Contender):
-    """ZeRO-2 through ``deepspeed.initialize``, or with ``lazy`` (keys of ``gradient_partition``) the extension.
+    """Plain ZeRO-2, or with ``lazy`` (keys of ``gradient_partition``) the extension.
 
     loss_all_reduce: also average the loss over ranks at each micro-step, as training scripts do to log it.
     """
@@ -157,7 +157,7 @@ class FullyShard(Contender):
 
 
 class DataParallel(Contender):
-    """DistributedDataParallel in bf16: whole gradients and optimizer states on every rank, no fp32 masters."""
+    """DistributedDataParallel in bf16: all gradients and optimizer states on every rank, no fp32 masters."""
 
     def __init__(self, setting: Setting):
         model = hand_over_model(setting.shape, setting.device, seed=setting.rank)

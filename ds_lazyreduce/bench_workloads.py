@@ -41,7 +41,9 @@ class Options:
     rank: int
     ranks: int
 
-    def setting(self, shape: Shape, micro_steps: int, bucket: int | None = None, split: str = "one") -> Setting:
+    def setting(
+        self, shape: Shape, micro_steps: int, bucket: int | None = None, split: str = "one"
+    ) -> Setting:
         """The setting with ``shape`` and ``bucket`` (elements) scaled."""
         elements = max(1, round(shape.elements * self.scale))
         if bucket:
@@ -259,7 +261,9 @@ def memory(options: Options) -> Result:
     samples: dict[str, dict[str, list[float]]] = {}
     cases = [(f"{layers} buckets", layers, "one") for layers in (4, 16, 64)]
     cases += [(f"16 layers, {split} groups", 16, split) for split in ("decay", "layers")]
-    for name, layers, split in tqdm(cases, desc="memory", disable=options.rank != 0, file=sys.stderr, ncols=80):
+    for name, layers, split in tqdm(
+        cases, desc="memory", disable=options.rank != 0, file=sys.stderr, ncols=80
+    ):
         shape = Shape(layers=layers, tensors=4, elements=2**14, vectors=2)
         setting = options.setting(shape, micro_steps=2, bucket=2**16, split=split)
         contender = DeepSpeedEngine(setting, lazy={})

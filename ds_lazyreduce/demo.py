@@ -119,7 +119,8 @@ def prepare_output(directory: Path) -> None:
 
 def csv_to(config: dict[str, Any], output: Path) -> dict[str, Any]:
     """``config`` with the csv monitor switched on and writing to ``output``."""
-    monitor = {"job_name": "ds_lazyreduce_demo", **config.get("csv_monitor", {})}
+    monitor = config.get("csv_monitor")
+    monitor = {"job_name": "ds_lazyreduce_demo", **(monitor if isinstance(monitor, dict) else {})}
     return {**config, "csv_monitor": {**monitor, "enabled": True, "output_path": str(output)}}
 
 
