@@ -1,10 +1,9 @@
-"""The ``lazy_reduce`` section of a DeepSpeed config: schema, defaults, refused combinations.
+"""The ``lazy_reduce`` section of a DeepSpeed config: schema, defaults, and what "auto" means.
 
 Three steps, none of which communicates, so that a mistake never leaves other ranks waiting:
 
 1. :func:`parse_section` turns JSON into a :class:`LazyReduceConfig`, or raises :class:`ConfigError`;
-2. :func:`check_against_deepspeed` refuses the rest of the DeepSpeed config where it cannot be honoured, and
-   :func:`stock_key_notes` words a warning for each stock key that has no effect;
+2. ``stock_keys.py`` compares the section with the rest of the DeepSpeed config;
 3. :func:`bucket_elements`, :func:`wire_dtype` and :func:`logging_interval` resolve the ``"auto"`` values.
 
 Each field's ``description`` says what a right value is; error messages quote it.
@@ -15,8 +14,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -44,7 +42,7 @@ _Tag = Annotated[str, Field(min_length=1), AfterValidator(_printable)]
 _BOOL = "true or false"
 
 
-def _one_of(*values: str) -> str:
+def one_of(*values: str) -> str:
     return " or ".join(f'"{value}"' for value in values)
 
 
@@ -61,21 +59,21 @@ class GradientPartitionConfig(_Model):
         "auto", description='a whole number of elements >= 1, or "auto"'
     )
     wire_dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto", description=_one_of("auto", "bf16", "fp16", "fp32")
+        "auto", description=one_of("auto", "bf16", "fp16", "fp32")
     )
     collective: Literal["auto", "all_to_all", "reduce_scatter", "hierarchical"] = Field(
-        "auto", description=_one_of("auto", "all_to_all", "reduce_scatter", "hierarchical")
+        "auto", description=one_of("auto", "all_to_all", "reduce_scatter", "hierarchical")
     )
     node_size: _AtLeastOne | Literal["auto"] = Field(
         "auto", description='a whole number of ranks >= 1, or "auto"'
     )
-    across_dtype: Literal["fp32", "wire"] = Field("fp32", description=_one_of("fp32", "wire"))
+    across_dtype: Literal["fp32", "wire"] = Field("fp32", description=one_of("fp32", "wire"))
     max_in_flight: _AtLeastOne = Field(1, description="a whole number >= 1")
     carry_over: bool = Field(True, description=_BOOL)
     reduce_every: _AtLeastOne | Literal["boundary"] = Field(
         1, description='a whole number of micro-steps >= 1, or "boundary"'
     )
-    kernel: Literal["auto", "native", "torch"] = Field("auto", description=_one_of("auto", "native", "torch"))
+    kernel: Literal["auto", "native", "torch"] = Field("auto", description=one_of("auto", "native", "torch"))
 
 
 class DeferredLossConfig(_Model):
@@ -92,7 +90,7 @@ class TokenNormalizationConfig(_Model):
     """Gradients per token of the whole window. Off by default: ``backward`` then requires ``num_tokens``."""
 
     enabled: bool = Field(False, description=_BOOL)
-    loss_reduction: Literal["sum", "mean"] = Field("sum", description=_one_of("sum", "mean"))
+    loss_reduction: Literal["sum", "mean"] = Field("sum", description=one_of("sum", "mean"))
 
 
 class LazyReduceConfig(_Model):
@@ -118,7 +116,7 @@ def parse_section(ds_config: dict[str, Any]) -> LazyReduceConfig | None:
         ConfigError: unknown keys or wrong values; every problem is listed.
     """
     if not isinstance(ds_config, dict):
-        raise ConfigError(f"the DeepSpeed config: got {_show(ds_config)}; expected an object")
+        raise ConfigError(f"the DeepSpeed config: got {show(ds_config)}; expected an object")
     if SECTION not in ds_config:
         return None
     section = ds_config[SECTION]
@@ -129,13 +127,13 @@ def parse_section(ds_config: dict[str, Any]) -> LazyReduceConfig | None:
     except ValidationError as error:
         # A union reports a problem per branch; the dict keeps one line a path.
         problems = dict(_explain(e) for e in error.errors(include_url=False, include_context=False))
-    raise _config_error([f"{path}: {text}" for path, text in problems.items()])
+    raise config_error([f"{path}: {text}" for path, text in problems.items()])
 
 
 def _explain(error: Any) -> tuple[str, str]:
     """(JSON path, what is wrong and what is right) of one pydantic error."""
     model: type[BaseModel] = LazyReduceConfig
-    path, value = SECTION, _show(error["input"])
+    path, value = SECTION, show(error["input"])
     for key in error["loc"]:
         field = model.model_fields.get(key) if isinstance(key, str) else None
         if field is None:
@@ -171,240 +169,6 @@ def _nearest(key: str, path: str, model: type[BaseModel]) -> str:
     if other:
         return f'did you mean "{elsewhere[other[0]]}"?'
     return f"expected one of {', '.join(model.model_fields)}"
-
-
-# ---- against the rest of DeepSpeed's config
-
-
-class StockKey(NamedTuple):
-    """How a stock key is treated while ``gradient_partition`` is on.
-
-    ``applies`` tells, of a value the user wrote, whether it is one that is refused or has no effect.
-    """
-
-    path: str
-    treatment: Literal["honoured", "ignored", "refused"]
-    reason: str
-    applies: Callable[[Any], bool] = lambda value: False
-
-
-# DeepSpeed's own models are lax, so these read what those would: "True", 1 and 1.0 are all true.
-def _text(value: Any) -> str:
-    return (value if isinstance(value, str) else _show(value)).lower()
-
-
-def _true(value: Any) -> bool:
-    return _text(value) in ("true", "1", "1.0", "yes", "y", "on", "t")
-
-
-def _false(value: Any) -> bool:
-    return _text(value) in ("false", "0", "0.0", "no", "n", "off", "f")
-
-
-def _not_one(value: Any) -> bool:
-    return not isinstance(value, (int, float)) or value != 1
-
-
-STOCK_KEYS = (
-    StockKey("communication_data_type", "honoured", 'what travels; if written it beats wire_dtype "auto"'),
-    StockKey("gradient_allreduce_op", "honoured", "mean or sum"),
-    StockKey("zero_optimization.compute_grad_norm", "honoured", "the norm rides in the step's scalar pack"),
-    StockKey("zero_optimization.elastic_checkpoint", "honoured", "checkpoints are in stock layout"),
-    StockKey(
-        "data_types.grad_accum_dtype",
-        "ignored",
-        "gradients are always accumulated in fp32",
-        lambda value: _text(value) != "fp32",
-    ),
-    StockKey(
-        "seq_parallel_communication_data_type",
-        "ignored",
-        "sums are always fp32; set communication_data_type or wire_dtype to choose what travels",
-        lambda value: True,
-    ),
-    StockKey("zero_optimization.overlap_comm", "ignored", "the chain always overlaps", _false),
-    StockKey(
-        "zero_optimization.contiguous_gradients", "ignored", "buckets are always contiguous buffers", _false
-    ),
-    StockKey(
-        "zero_optimization.round_robin_gradients",
-        "ignored",
-        "every bucket is spread over all ranks already",
-        _true,
-    ),
-    StockKey(
-        "zero_optimization.use_multi_rank_bucket_allreduce",
-        "ignored",
-        "buckets are never all-reduced: each is one reduce-scatter over all ranks",
-        _false,
-    ),
-    StockKey(
-        "prescale_gradients",
-        "refused",
-        "remove it: the scale is applied after an fp32 sum, so scaling first has no purpose and rounds",
-        _true,
-    ),
-    StockKey(
-        "gradient_predivide_factor",
-        "refused",
-        "expected 1: the scale is applied after an fp32 sum, so dividing first has no purpose and rounds",
-        _not_one,
-    ),
-    StockKey(
-        "zero_optimization.reduce_scatter",
-        "refused",
-        "expected true: gradients are reduce-scattered; to all-reduce them disable gradient_partition",
-        _false,
-    ),
-    StockKey(
-        "zero_optimization.offload_optimizer.device",
-        "refused",
-        'expected "none": optimizer offload is not supported by gradient_partition',
-        lambda value: value != "none",
-    ),
-    StockKey(
-        "zero_optimization.cpu_offload",
-        "refused",
-        "expected false: optimizer offload is not supported by gradient_partition",
-        _true,
-    ),
-    StockKey(
-        "zero_optimization.zenflow",
-        "refused",
-        "remove it: ZenFlow is not supported by gradient_partition",
-        lambda value: True,
-    ),
-    StockKey(
-        "optimizer.type",
-        "refused",
-        "expected an elementwise optimizer such as AdamW: Muon is not supported by gradient_partition",
-        lambda value: _text(value) == "muon",
-    ),
-    StockKey(
-        "compile.deepcompile",
-        "refused",
-        "expected false: DeepCompile is not supported by gradient_partition",
-        _true,
-    ),
-    *(
-        StockKey(path, "refused", "expected false: masters and gradient sums are always fp32", _true)
-        for path in (
-            "bf16.bf16_master_weights_and_grads",
-            "bfloat16.bf16_master_weights_and_grads",
-            "fp16.fp16_master_weights_and_grads",
-        )
-    ),
-)
-
-# Key of gradient_partition, which values are not built yet, what to write meanwhile. One line a feature.
-_NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("collective", lambda value: value == "reduce_scatter", _one_of("auto", "all_to_all")),
-    ("collective", lambda value: value == "hierarchical", _one_of("auto", "all_to_all")),
-    ("node_size", lambda value: value != "auto", _one_of("auto")),
-    ("across_dtype", lambda value: value != "fp32", _one_of("fp32")),
-    ("reduce_every", lambda value: value != 1, "1"),
-)
-
-
-def check_against_deepspeed(
-    section: LazyReduceConfig,
-    ds_config: dict[str, Any],
-    *,
-    pipeline: bool = False,
-    hybrid: bool = False,
-    world_size: int | None = None,
-) -> None:
-    """Refuse what cannot be honoured, before any collective runs.
-
-    ``deferred_loss`` alone works at every ZeRO stage and with pipelines. The hybrid engine is a class of its
-    own that nothing here extends, so an enabled section on it is always refused rather than ignored.
-
-    Args:
-        section: the parsed section.
-        ds_config: the whole DeepSpeed config.
-        pipeline: whether the engine is a ``PipelineEngine``.
-        hybrid: whether the engine is a hybrid engine (also read from ``hybrid_engine.enabled``).
-        world_size: ranks of the data-parallel group, None while unknown.
-
-    Raises:
-        ConfigError: every refused combination is listed.
-    """
-    gradients, problems = section.gradient_partition, []
-    if hybrid or _true(_lookup(ds_config, "hybrid_engine.enabled")):
-        problems.append(f"{SECTION}.enabled: got true; expected false with a hybrid engine")
-    if section.token_normalization.enabled and not gradients.enabled:
-        problems.append(
-            f"{SECTION}.token_normalization.enabled: got true; expected false, "
-            f"or {SECTION}.gradient_partition.enabled true, which it needs"
-        )
-    if gradients.enabled:
-        problems += _gradient_problems(gradients, ds_config, pipeline, world_size)
-    if problems:
-        raise _config_error(problems)
-
-
-def _gradient_problems(
-    gradients: GradientPartitionConfig, ds_config: dict[str, Any], pipeline: bool, world_size: int | None
-) -> list[str]:
-    prefix = f"{SECTION}.gradient_partition"
-    problems = []
-    if pipeline:
-        problems.append(f"{prefix}.enabled: got true; expected false with a PipelineEngine")
-    stage = _zero_stage(ds_config)
-    if _text(stage) not in ("2", "2.0"):
-        problems.append(
-            f"zero_optimization.stage: got {_show(stage)}; expected 2, or {prefix}.enabled false "
-            "(deferred_loss alone works at every stage)"
-        )
-    for key, value in _written(ds_config, "refused"):
-        problems.append(f"{key.path}: got {_show(value)}; {key.reason}")
-    for name, missing, right in _NOT_YET:
-        value = getattr(gradients, name)
-        if missing(value):
-            problems.append(
-                f"{prefix}.{name}: got {_show(value)}; not available in this version, expected {right}"
-            )
-    node = gradients.node_size
-    if node != "auto" and gradients.collective in ("all_to_all", "reduce_scatter"):
-        problems.append(f'{prefix}.node_size: got {_show(node)}; expected "auto" unless "hierarchical"')
-    if node != "auto" and world_size is not None and world_size % node:
-        problems.append(f"{prefix}.node_size: got {_show(node)}; expected a divisor of {world_size} ranks")
-    travels = _lookup(ds_config, "communication_data_type")
-    problems += _dtype_conflict(gradients, travels.lower() if isinstance(travels, str) else None)
-    return problems
-
-
-def stock_key_notes(ds_config: dict[str, Any]) -> list[str]:
-    """A warning for each stock key that the user set to a value without effect under ``gradient_partition``.
-
-    Keys that are absent, ``null``, ``"auto"`` or at a value that agrees with what happens anyway are silent.
-    """
-    return [
-        f"{key.path}: {_show(value)} has no effect with {SECTION}.gradient_partition: {key.reason}"
-        for key, value in _written(ds_config, "ignored")
-    ]
-
-
-def _written(ds_config: dict[str, Any], treatment: str) -> list[tuple[StockKey, Any]]:
-    """The stock keys of one treatment that the config holds at a value to which it applies."""
-    found = [(key, _lookup(ds_config, key.path)) for key in STOCK_KEYS if key.treatment == treatment]
-    return [(key, value) for key, value in found if value is not None and key.applies(value)]
-
-
-def _lookup(ds_config: Any, path: str) -> Any:
-    """The value at a dotted path; None if absent, null or "auto" (which DeepSpeed reads as absent)."""
-    value = ds_config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return None if isinstance(value, str) and value == "auto" else value
-
-
-def _zero_stage(ds_config: Any) -> Any:
-    whole = _lookup(ds_config, "zero_optimization")
-    if isinstance(whole, bool):
-        return int(whole)  # DeepSpeed's deprecated form: true is stage 1
-    stage = _lookup(whole, "stage")
-    return 0 if stage is None else stage
 
 
 # ---- resolving the "auto" values
@@ -443,13 +207,13 @@ def wire_dtype(
     if explicit is not None:
         explicit = str(explicit).lower()
         if explicit not in DTYPES:
-            right = _one_of(*DTYPES)
-            raise _config_error(
-                [f"communication_data_type: got {_show(str(communication_data_type))}; expected {right}"]
+            right = one_of(*DTYPES)
+            raise config_error(
+                [f"communication_data_type: got {show(str(communication_data_type))}; expected {right}"]
             )
-    conflict = _dtype_conflict(gradients, explicit)
+    conflict = dtype_conflict(gradients, explicit)
     if conflict:
-        raise _config_error(conflict)
+        raise config_error(conflict)
     if gradients.wire_dtype != "auto":
         return DTYPES[gradients.wire_dtype]
     if explicit is not None:
@@ -457,7 +221,7 @@ def wire_dtype(
     return model_dtype if gradients.reduce_every == 1 else torch.float32
 
 
-def _dtype_conflict(gradients: GradientPartitionConfig, explicit: str | None) -> list[str]:
+def dtype_conflict(gradients: GradientPartitionConfig, explicit: str | None) -> list[str]:
     if gradients.wire_dtype == "auto" or explicit is None or explicit == gradients.wire_dtype:
         return []
     return [
@@ -497,9 +261,9 @@ def logging_interval(deferred: DeferredLossConfig, steps_per_print: int | float 
 
 
 def _steps_error(value: Any) -> ConfigError:
-    return _config_error(
+    return config_error(
         [
-            f"steps_per_print: got {_show(value)}; expected a whole number of optimizer steps, "
+            f"steps_per_print: got {show(value)}; expected a whole number of optimizer steps, "
             f"or set {SECTION}.deferred_loss.interval"
         ]
     )
@@ -508,11 +272,11 @@ def _steps_error(value: Any) -> ConfigError:
 # ---- wording of errors
 
 
-def _config_error(problems: list[str]) -> ConfigError:
+def config_error(problems: list[str]) -> ConfigError:
     return ConfigError("\n  ".join(["the DeepSpeed config cannot be used with ds_lazyreduce:", *problems]))
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
     """The value as its JSON text, on one line and not too long."""
     try:
         text = json.dumps(value)
@@ -522,7 +286,7 @@ def _show(value: Any) -> str:
 
 
 def _show_key(key: Any) -> str:
-    return key if isinstance(key, str) and key.isidentifier() and key.isascii() else _show(str(key))
+    return key if isinstance(key, str) and key.isidentifier() and key.isascii() else show(str(key))
 
 
 def _is_model(annotation: Any) -> bool:

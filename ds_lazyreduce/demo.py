@@ -3,9 +3,8 @@
     deepspeed --num_accelerators 2 --module ds_lazyreduce.demo --deepspeed_config ds_configs/cpu_gloo.json
 
 Rank 0 shows a progress bar and, at the end, a table; the loss goes to ``DIR/<job name>/*.csv``.
-What can be wrong with the arguments or the config is found before the ranks connect, so that no rank
-waits for one that gave up. DeepSpeed takes seconds to load, so heavy imports are inside functions and
-a mistake is reported, and Ctrl-C is tidy, before that.
+A wrong argument or config is found before the ranks connect, so that no rank waits for one that gave
+up, and before the imports inside functions, which take seconds.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import ConfigError, LazyReduceConfig, check_against_deepspeed, parse_section
+from .config import ConfigError, LazyReduceConfig, parse_section
 from .demo_report import closing_table
+from .stock_keys import check_against_deepspeed
 
 
 class DemoError(Exception):
@@ -119,8 +119,8 @@ def prepare_output(directory: Path) -> None:
 
 def csv_to(config: dict[str, Any], output: Path) -> dict[str, Any]:
     """``config`` with the csv monitor switched on and writing to ``output``."""
-    monitor = config.get("csv_monitor")
-    monitor = {"job_name": "ds_lazyreduce_demo", **(monitor if isinstance(monitor, dict) else {})}
+    given = config.get("csv_monitor")
+    monitor = {"job_name": "ds_lazyreduce_demo", **(given if isinstance(given, dict) else {})}
     return {**config, "csv_monitor": {**monitor, "enabled": True, "output_path": str(output)}}
 
 

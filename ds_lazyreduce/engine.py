@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -19,10 +17,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 
 from . import config as lazy_config
-from .kernel_choice import agree_on_kernel
 from .bucket_chain import ReductionError
-from .config import ConfigError, LazyReduceConfig
+from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
+from .config import LazyReduceConfig
+from .kernel_choice import agree_on_kernel
 from .metrics import DeferredMetrics, Scalar, over_group
+from .stock_keys import check_against_deepspeed, stock_key_notes
 from .zero_optimizer import LazyZeroOptimizer, PartitionSettings
 
 logger = logging.getLogger("ds_lazyreduce")
@@ -46,9 +46,9 @@ class LazyReduceMixin:
         self._lazy = lazy_section
         self._kernel = "torch"
         ds_config = kwargs["config"]
-        lazy_config.check_against_deepspeed(lazy_section, ds_config, pipeline=self._is_pipeline)
+        check_against_deepspeed(lazy_section, ds_config, pipeline=self._is_pipeline)
         if lazy_section.gradient_partition.enabled:
-            for note in lazy_config.stock_key_notes(ds_config):
+            for note in stock_key_notes(ds_config):
                 _warn_once_per_engine(note)
         # Resolved before the stock constructor communicates, so that a bad value leaves nobody waiting.
         self._interval = lazy_config.logging_interval(lazy_section.deferred_loss, ds_config.get("steps_per_print"))
@@ -61,6 +61,7 @@ class LazyReduceMixin:
             gather_names=gather_names,
             publish=self._publish_metrics,
         )
+        self._metrics.finish_at_exit()
         if lazy_section.deferred_loss.enabled and self._interval is None:
             _warn_once_per_engine(
                 "lazy_reduce.deferred_loss: the loss is not reported, since neither lazy_reduce.deferred_loss.interval "
@@ -236,10 +237,60 @@ class LazyReduceMixin:
 
     # -- state -----------------------------------------------------------------------------------
 
+    def save_checkpoint(self, save_dir, tag=None, *args, **kwargs):
+        """Stock's ``save_checkpoint``, with the open logging window of all ranks in a file of its own."""
+        if save_dir:  # else stock's to refuse
+            tag = f"global_step{self.global_steps}" if tag is None else tag
+            window = self._metrics.export_open_window()
+            # First, so that whoever finds the checkpoint by its "latest" file finds the window, too.
+            on_rank_zero(dist, lambda: write_window(window_path(save_dir, tag), window))
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+
+    def load_checkpoint(
+        self,
+        load_dir,
+        tag=None,
+        load_module_strict=True,
+        load_optimizer_states=True,
+        load_lr_scheduler_states=True,
+        load_module_only=False,
+        custom_load_fn=None,
+    ):
+        """Stock's ``load_checkpoint``; the open logging window becomes that of the checkpoint.
+
+        It is empty where the checkpoint has none, and stays as it is with ``load_module_only``, or where
+        stock loads nothing.
+
+        Raises:
+            CheckpointError: the window's file is damaged; on every rank, before anything is loaded.
+        """
+        window = None
+        if not load_module_only:
+            latest = "latest_universal" if self.load_universal_checkpoint() else "latest"
+
+            def read():
+                found = tag_to_load(load_dir, tag, latest)
+                return None if found is None else read_window(window_path(load_dir, found))
+
+            window = on_rank_zero(dist, read)
+        loaded = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        if window is not None and loaded[0] is not None:
+            first = dist.get_rank(group=self._metrics_group()) == 0
+            self._metrics.import_open_window(window, is_first_rank=first)
+        return loaded
+
     def destroy(self):
         metrics = self.__dict__.get("_metrics")
         if metrics is not None:
-            metrics.last  # noqa: B018  publishes a report whose values are on their way; no collective
+            metrics.finish()
         super().destroy()
 
 

@@ -17,6 +17,9 @@ The two halves are apart: :class:`OpenWindow` is the arithmetic on one rank and 
 
 from __future__ import annotations
 
+import atexit
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -211,6 +214,24 @@ class DeferredMetrics:
         self._report(samples)
         return self._collect()
 
+    def finish(self, patience: float = 5.0) -> None:
+        """Publish the report on its way, before the process or the engine ends. Does not communicate.
+
+        Gives up after ``patience`` seconds: where another rank has died, the values never come.
+        """
+        deadline = time.monotonic() + patience
+        while self._pending is not None:
+            if self._pending.readback.ready():
+                self._collect()
+            elif time.monotonic() > deadline:
+                self._pending = None
+            else:
+                time.sleep(0.01)
+
+    def finish_at_exit(self) -> None:
+        """Have :meth:`finish` called when the interpreter exits, should this object still exist then."""
+        atexit.register(_finish_if_alive, weakref.ref(self))
+
     @property
     def last(self) -> dict[str, float]:
         """``{name: value}`` of the last report that was not empty; waits for it where it is on its way."""
@@ -309,6 +330,12 @@ def over_group(
         return gathered
 
     return lambda tensor: comm.all_reduce(tensor, group=group), gather_names
+
+
+def _finish_if_alive(reference: weakref.ref[DeferredMetrics]) -> None:
+    metrics = reference()
+    if metrics is not None:
+        metrics.finish()
 
 
 def _scalar(name: str, value: Scalar, device: torch.device) -> float | torch.Tensor:

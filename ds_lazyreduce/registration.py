@@ -58,6 +58,10 @@ _SEAMS = {
     (DeepSpeedEngine, "step"): {"lr_kwargs"},
     (DeepSpeedEngine, "_backward_prologue"): set(),
     (DeepSpeedEngine, "_backward_epilogue"): set(),
+    (PipelineEngine, "train_batch"): {"data_iter"},
+    (PipelineEngine, "_train_schedule"): set(),
+    (PipelineEngine, "_exec_schedule"): {"pipe_schedule"},
+    (PipelineEngine, "_exec_forward_pass"): {"buffer_id"},
 }
 
 

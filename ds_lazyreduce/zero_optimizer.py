@@ -35,7 +35,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
     GradPartitionBufferGroup,
 )
-from deepspeed.utils import groups as ds_groups
 from deepspeed.utils import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.torch import register_grad_hook
 

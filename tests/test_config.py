@@ -12,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_lazyreduce.config import (
-    STOCK_KEYS,
     ConfigError,
     LazyReduceConfig,
     bucket_elements,
-    check_against_deepspeed,
     logging_interval,
     parse_section,
-    stock_key_notes,
     wire_dtype,
 )
+from ds_lazyreduce.stock_keys import STOCK_KEYS, check_against_deepspeed, stock_key_notes
 
 DEFAULTS = {
     "enabled": True,

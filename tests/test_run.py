@@ -131,7 +131,7 @@ print("RANK" + os.environ["RANK"] + json.dumps(engine.lazy_reduce_report()))
 """
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)  # includes building the extension, if this test is the first
 def test_unchanged_script_under_the_launcher(tmp_path, warm_extensions):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "c.json").write_text(

@@ -1,0 +1,95 @@
+"""The open logging window in checkpoints: a small JSON file of its own in the checkpoint's directory.
+
+Plain DeepSpeed ignores the file, and a checkpoint of plain DeepSpeed simply lacks it. Sums are those of all
+ranks, so that they stay right on any other number of ranks:
+
+    {"version": 1, "metrics": {"train_loss": {"sum": "12.5", "count": "4.0"}}}
+
+Numbers are strings, because JSON has neither NaN nor infinity; Python reads them back to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WINDOW_FILE = "lazy_reduce_window.json"
+_VERSION = 1
+
+Window = dict[str, tuple[float, float]]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint's part of this extension cannot be read or written."""
+
+
+def write_window(path: str, window: Mapping[str, tuple[float, float]]) -> None:
+    """Writes ``{name: (sum, count)}`` to ``path``, replacing an older file in one step."""
+    metrics = {name: {"sum": repr(total), "count": repr(count)} for name, (total, count) in window.items()}
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump({"version": _VERSION, "metrics": metrics}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)  # a crash leaves the old file or the new one, never half of one
+
+
+def read_window(path: str) -> Window:
+    """The window in ``path``; empty where there is no such file.
+
+    Raises:
+        CheckpointError: the file is not what :func:`write_window` writes; names the file.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    try:
+        version, metrics = content["version"], content["metrics"]
+        window = {name: (float(row["sum"]), float(row["count"])) for name, row in metrics.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{path}: not an open logging window ({problem})") from error
+    if version != _VERSION:
+        raise CheckpointError(f"{path}: version {version!r}, this release reads {_VERSION}")
+    return window
+
+
+def window_path(directory: str, tag: Any) -> str:
+    """Where the window of checkpoint ``tag`` lies."""
+    return os.path.join(directory, str(tag), WINDOW_FILE)
+
+
+def tag_to_load(directory: str, tag: Any, latest: str) -> str | None:
+    """The tag stock's ``load_checkpoint`` will use: the given one, or the content of file ``latest``."""
+    if tag is not None:
+        return tag
+    try:
+        with open(os.path.join(directory, latest), encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return None  # stock says so
+
+
+def on_rank_zero(comm: Any, action: Callable[[], Any]) -> Any:
+    """The result of ``action`` on rank 0, on every rank; an error there is raised on every rank. Collective.
+
+    Args:
+        comm: ``deepspeed.comm`` or ``torch.distributed``.
+    """
+    outcome: list[Any] = [None, None]
+    if comm.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except (CheckpointError, OSError) as error:
+            outcome[1] = error
+    comm.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,138 @@
+"""Data-parallel groups smaller than the world, each against plain ZeRO-2 on 4 ranks."""
+
+import torch
+
+from .harness import base_config, make_engine, masters
+
+
+class TensorParallel:
+    """An mpu of 2 tensor-parallel x 2 data-parallel ranks: {0, 1} and {2, 3} are tensor parallel."""
+
+    def __init__(self):
+        from deepspeed import comm as dist
+
+        rank = dist.get_rank()
+        self.model, self.data = None, None
+        for ranks in ([0, 1], [2, 3]):
+            group = dist.new_group(ranks)
+            self.model = group if rank in ranks else self.model
+        for ranks in ([0, 2], [1, 3]):
+            group = dist.new_group(ranks)
+            self.data = group if rank in ranks else self.data
+        self.model_rank, self.data_rank = rank % 2, rank // 2
+
+    def get_model_parallel_rank(self):
+        return self.model_rank
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self):
+        return self.data_rank
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    def get_data_parallel_group(self):
+        return self.data
+
+
+class Sharded(torch.nn.Module):
+    """A weight that is sharded over tensor-parallel ranks and one that they replicate."""
+
+    def __init__(self, model_rank):
+        super().__init__()
+        self.sharded = torch.nn.Parameter(torch.ones(24))
+        self.sharded.model_parallel = True
+        self.replicated = torch.nn.Parameter(torch.ones(9))
+        self.model_rank = model_rank
+
+    def forward(self, x):
+        return ((1 + self.model_rank) * x * self.sharded).sum() + (x * self.replicated).sum()
+
+
+def tensor_parallel(lazy):
+    mpu = TensorParallel()
+    model = Sharded(mpu.model_rank)
+    engine = make_engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        base_config(
+            lazy=lazy and {"gradient_partition": {"bucket_size": 10}}, gradient_clipping=1.0, precision="fp32"
+        ),
+        mpu=mpu,
+    )
+    norms = []
+    for _ in range(3):
+        engine.backward(engine(1.0 + mpu.data_rank))
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms, masters(engine)
+
+
+def test_tensor_parallel_ranks(ranks):
+    stock = ranks(4).run(tensor_parallel, False)
+    lazy = ranks(4).run(tensor_parallel, True)
+    for (norms, weights), (stock_norms, stock_weights) in zip(lazy, stock, strict=True):
+        torch.testing.assert_close(norms, stock_norms, rtol=1e-6, atol=0)
+        for name, weight in stock_weights.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-7)
+    # the replicated weight counts once: 24 * (1.5^2 + 3^2) + 9 * 1.5^2
+    assert abs(lazy[0][0][0] ** 2 - (24 * (1.5**2 + 3.0**2) + 9 * 1.5**2)) < 1e-3
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        torch.manual_seed(0)
+        self.dense = torch.nn.Linear(8, 8)
+        self.moe = MoE(
+            hidden_size=8, expert=torch.nn.Linear(8, 8), num_experts=2, ep_size=2, k=1, min_capacity=0, use_rts=False
+        )
+
+    def forward(self, x):
+        y, loss, _ = self.moe(self.dense(x))
+        return y.square().mean() + loss * 0.01
+
+
+def experts(lazy):
+    from deepspeed import comm as dist
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    model = Experts()
+    params = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    engine = make_engine(
+        model,
+        torch.optim.AdamW(params, lr=1e-2),
+        base_config(
+            lazy=lazy and {"gradient_partition": {"bucket_size": 70}}, gradient_clipping=0.01, precision="fp32"
+        ),
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    norms, losses = [], []
+    for _ in range(4):
+        loss = engine(torch.randn(6, 8, generator=generator))
+        engine.backward(loss)
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+        losses.append(loss.item())
+    return norms, losses, masters(engine)
+
+
+def test_expert_parallel_groups(ranks):
+    stock = ranks(4, fresh=True).run(experts, False)
+    lazy = ranks(4, fresh=True).run(experts, True)
+    for (norms, losses, weights), (stock_norms, stock_losses, stock_weights) in zip(lazy, stock, strict=True):
+        torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(norms, stock_norms, rtol=1e-5, atol=0)
+        for name, weight in stock_weights.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
