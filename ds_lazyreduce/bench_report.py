@@ -88,9 +88,7 @@ class Result:
         """Rows are contenders; columns are medians with their range, then ratios of the primary metric."""
         metrics = list(dict.fromkeys(metric for row in self.samples.values() for metric in row))
         baselines = [name for name in self.baselines if self.median(name) is not None]
-        rows = [
-            ["", *(f"{metric} [{self.unit}]" for metric in metrics), *(f"/ {name}" for name in baselines)]
-        ]
+        rows = [["", *(f"{metric} [{self.unit}]" for metric in metrics), *(f"/ {name}" for name in baselines)]]
         for name, row in self.samples.items():
             ratios = [self.ratio(name, baseline) for baseline in baselines]
             rows.append([name, *(_cell(row.get(metric)) for metric in metrics), *map(_ratio_cell, ratios)])
@@ -100,7 +98,7 @@ class Result:
             if ratio is not None:
                 verdict = "reached" if ratio <= target.bound else "missed"
                 wanted = f"{target.contender} <= {target.bound} x {target.baseline}"
-                lines.append(f"  target {wanted}: {ratio:.2f}, {verdict}")
+                lines.append(f"  target {wanted}: {ratio:.3f}, {verdict}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -123,10 +121,7 @@ def _ratio_cell(ratio: float | None) -> str:
 
 def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    ]
+    return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def machine(ranks: int) -> dict[str, Any]:

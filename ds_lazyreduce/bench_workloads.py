@@ -41,9 +41,7 @@ class Options:
     rank: int
     ranks: int
 
-    def setting(
-        self, shape: Shape, micro_steps: int, bucket: int | None = None, split: str = "one"
-    ) -> Setting:
+    def setting(self, shape: Shape, micro_steps: int, bucket: int | None = None, split: str = "one") -> Setting:
         """The setting with ``shape`` and ``bucket`` (elements) scaled."""
         elements = max(1, round(shape.elements * self.scale))
         if bucket:
@@ -135,7 +133,7 @@ def comm(options: Options) -> Result:
     def one_round(contender: Contender, index: int) -> Times:
         start, cpu_start = now(), time.process_time()
         window(contender, setting.micro_steps)
-        times = {"forward+backward": (now() - start) * 1e3, "its CPU": (time.process_time() - cpu_start) * 1e3}
+        times = {"forward+backward": (now() - start) * 1e3, "CPU": (time.process_time() - cpu_start) * 1e3}
         if contender.has_step:
             dist.barrier()
             start = now()
@@ -143,7 +141,10 @@ def comm(options: Options) -> Result:
             times["step"] = (now() - start) * 1e3
         return times
 
-    notes = ["ddp keeps no fp32 masters and whole optimizer states; its and fsdp2's steps are not comparable"]
+    notes = [
+        "CPU: of one rank, all its threads, in forward+backward; where cores are scarce it sets the time",
+        "ddp keeps no fp32 masters and whole optimizer states, so its step is another one",
+    ]
     names = options.contenders or ("bare", "zero2", "lazy", "lazy-4", "fsdp2", "ddp")
     with contenders(options, setting, names, notes) as built:
         samples = take_turns(options, "comm", built, one_round)
@@ -261,9 +262,7 @@ def memory(options: Options) -> Result:
     samples: dict[str, dict[str, list[float]]] = {}
     cases = [(f"{layers} buckets", layers, "one") for layers in (4, 16, 64)]
     cases += [(f"16 layers, {split} groups", 16, split) for split in ("decay", "layers")]
-    for name, layers, split in tqdm(
-        cases, desc="memory", disable=options.rank != 0, file=sys.stderr, ncols=80
-    ):
+    for name, layers, split in tqdm(cases, desc="memory", disable=options.rank != 0, file=sys.stderr, ncols=80):
         shape = Shape(layers=layers, tensors=4, elements=2**14, vectors=2)
         setting = options.setting(shape, micro_steps=2, bucket=2**16, split=split)
         contender = DeepSpeedEngine(setting, lazy={})

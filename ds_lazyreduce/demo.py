@@ -62,9 +62,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--output",
         type=Path,
-        default="demo_output",
+        default="output",
         metavar="DIR",
-        help="for csv files (default: demo_output)",
+        help="for csv files (default: output)",
     )
     add("--size", choices=("tiny", "small"), default="small", help="of the model (default: small)")
     add("--seed", type=int, default=0, help="of weights and data (default: 0)")
@@ -251,9 +251,7 @@ def _run() -> None:
     prepare_output(args.output)
     job = Job(args, csv_to(config, args.output), section, rank, world_size)
     if rank == 0:
-        print(
-            "ds_lazyreduce.demo: starting; the first run compiles extensions for up to a minute", flush=True
-        )
+        print("ds_lazyreduce.demo: starting; the first run compiles extensions", flush=True)
     # torch deprecates names that DeepSpeed uses; not a concern of whoever runs a demo.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     engine, size = build_engine(job)

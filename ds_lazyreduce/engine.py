@@ -62,10 +62,12 @@ class LazyReduceMixin:
             publish=self._publish_metrics,
         )
         self._metrics.finish_at_exit()
+        self._additive_calls = 0
         if lazy_section.deferred_loss.enabled and self._interval is None:
             _warn_once_per_engine(
                 "lazy_reduce.deferred_loss: the loss is not reported, since neither lazy_reduce.deferred_loss.interval "
-                "nor steps_per_print gives an interval; engine.flush_metrics() still reports"
+                "nor steps_per_print (which accelerate sets to inf) gives an interval; engine.flush_metrics() still "
+                "reports"
             )
 
     # -- construction ----------------------------------------------------------------------------
@@ -138,8 +140,11 @@ class LazyReduceMixin:
             scaled, scale_wrt_gas = loss * self.optimizer.token_prescale(), False
         else:
             weight = num_tokens
-            if weight is None:  # Hugging Face passes losses that are already divided by the window's items
-                self._record_loss(loss, 1.0 if scale_wrt_gas else 1.0 / self.gradient_accumulation_steps(), is_sum=True)
+            if weight is None and scale_wrt_gas:
+                self._record_loss(loss, 1.0, is_sum=True)
+            elif weight is None:  # Hugging Face passes losses that are already divided by the window's items
+                self._record_loss(loss, 1.0 / self.gradient_accumulation_steps(), is_sum=True)
+                self._additive_calls += 1
             else:
                 self._record_loss(loss, weight, is_sum=False)
             self._begin_pass(None)
@@ -185,7 +190,16 @@ class LazyReduceMixin:
         steps_before = self.global_steps
         super().step(*args, **kwargs)
         if self.global_steps != steps_before:
+            self._complete_additive_weight()
             self._metrics.end_of_step(self.global_steps, self.global_samples)
+
+    def _complete_additive_weight(self) -> None:
+        # Losses that add up weigh 1 per window, also where it has fewer calls than accumulation steps: the last
+        # one of an epoch in Hugging Face's Trainer, or one whose boundary the caller owns.
+        missing = 1.0 - self._additive_calls / self.gradient_accumulation_steps()
+        if self._additive_calls and missing and self._lazy.deferred_loss.enabled:
+            self._metrics.add(LOSS, 0.0, missing)
+        self._additive_calls = 0
 
     # -- metrics ---------------------------------------------------------------------------------
 

@@ -75,14 +75,18 @@ class LazyPipelineEngine(LazyReduceMixin, PipelineEngine):
 
         self._print_throughput()
         self.agg_train_loss = self._metrics.last_on_device(LOSS).float()
-        self._reported_additional_losses()
+        self.agg_additional_losses = self._reported_additional_losses(batch)
         return self.agg_train_loss
 
     def _exec_forward_pass(self, buffer_id):
+        if self._batch is not None:
+            # Stock adds up in the losses' own dtype, and asks the module for its additional ones (once, which
+            # may matter to the module). Emptied before, stock's totals are copies of this micro-batch's.
+            self.total_loss = self.total_additional_losses = None
         super()._exec_forward_pass(buffer_id)
         if self._batch is not None and self.is_last_stage():
-            self._add_to_batch(LOSS, self.loss)
-            for name, loss in (self.module.get_additional_losses() or {}).items():
+            self._add_to_batch(LOSS, self.total_loss)
+            for name, loss in (self.total_additional_losses or {}).items():
                 if name == LOSS:
                     raise ValueError(f"get_additional_losses: {LOSS!r} is the name of the loss itself")
                 self._add_to_batch(name, loss)
@@ -90,30 +94,25 @@ class LazyPipelineEngine(LazyReduceMixin, PipelineEngine):
     # Instructions are looked up here by type, not by the method's name.
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, schedule.ForwardPass: _exec_forward_pass}
 
-    def _add_to_batch(self, name: str, loss) -> None:
-        if isinstance(loss, torch.Tensor):
-            # Copied, because a module may reuse the tensors it hands out; in float64 like the window's sums.
-            loss = loss.detach().to(torch.float64, copy=True)
+    def _add_to_batch(self, name: str, loss: torch.Tensor) -> None:
         total, count = self._batch.get(name, (0.0, 0))
-        self._batch[name] = (total + loss, count + 1)
+        self._batch[name] = (total + loss.double(), count + 1)
 
     def _defer_losses(self, batch: dict[str, tuple[torch.Tensor, int]]) -> None:
         for name, (total, count) in batch.items():
             self._metrics.add(name, total, count)
+        self.local_loss = None
+        self.dp_group_loss = torch.full((), torch.nan, device=self.device)  # in stock known to every stage
         if LOSS in batch:
             total, count = batch[LOSS]
-            self.local_loss = (total / count).to(self.total_loss.dtype)
-            self.dp_group_loss = self.local_loss  # stock's name for it, on every stage
-        else:
-            self.dp_group_loss = torch.full((), torch.nan, device=self.device)
+            self.local_loss = self.dp_group_loss = (total / count).to(self.loss.dtype)
 
-    def _reported_additional_losses(self) -> None:
-        """What ``engine.get_additional_losses`` returns, like ``train_batch`` as of the last report."""
-        names = self.module.get_additional_losses()
-        if names is not None:
-            self.agg_additional_losses = OrderedDict(
-                (name, self._metrics.last_on_device(name).float()) for name in names
-            )
+    def _reported_additional_losses(self, names) -> OrderedDict[str, torch.Tensor] | None:
+        """What ``engine.get_additional_losses`` returns: like ``train_batch``, values of the last report."""
+        if not self.is_last_stage():
+            names = self.module.get_additional_losses()  # as stock does
+        names = [name for name in names or () if name != LOSS]
+        return OrderedDict((name, self._metrics.last_on_device(name).float()) for name in names) or None
 
     def _print_throughput(self) -> None:
         """Stock's line and timers every ``steps_per_print``, less the loss, which our report logs."""

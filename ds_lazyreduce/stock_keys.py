@@ -103,14 +103,8 @@ STOCK_KEYS = (
     StockKey(
         "zero_optimization.offload_optimizer.device",
         "refused",
-        'expected "none": optimizer offload is not supported by gradient_partition',
-        lambda value: value != "none",
-    ),
-    StockKey(
-        "zero_optimization.cpu_offload",
-        "refused",
-        "expected false: optimizer offload is not supported by gradient_partition",
-        _true,
+        'expected "none" or "cpu": offload to other devices is not supported by gradient_partition',
+        lambda value: value not in ("none", "cpu"),
     ),
     StockKey(
         "zero_optimization.zenflow",

@@ -1,49 +1,37 @@
-"""The ZeRO-2 optimizer: the only file that overrides DeepSpeed's optimizer internals.
+"""The ZeRO-2 optimizer: everything between a parameter's gradient and the wrapped optimizer.
 
 What the base class (``DeepSpeedZeroOptimizer`` of DeepSpeed 0.19.8) still does: flatten the parameters
 of each bucket, cut the flat buffer into equal partitions, keep the loss scaler, link parameters to
-their fp32 masters, gather updated parameters. What is done here instead: everything between a
-parameter's gradient and the wrapped optimizer.
-
-Each *bucket* is a ZeRO param group for the base class. The shards of all buckets of one *user* param
-group lie side by side in one flat fp32 master (and one flat fp32 gradient), so that the wrapped
-optimizer, schedulers and hooks see the user's own groups with one parameter each, as in stock:
-
-    user group g   master  [ shard of bucket 0 | shard of bucket 2 | ... ]   <- optimizer.param_groups[g]
-    bucket 0       params  [ rank 0 | rank 1 | ... ]                         <- bit16_groups_flat[0]
+their fp32 masters, gather updated parameters.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.torch_autocast import get_autocast_dtype, get_comm_dtype, has_comm_dtype
-from deepspeed.runtime.utils import all_gather_dp_groups, is_model_parallel_parameter, is_optimized_parameter
+from deepspeed.runtime.torch_autocast import get_autocast_dtype
+from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_ALLGATHER_TIMER,
     OPTIMIZER_GRADIENTS_TIMER,
     OPTIMIZER_STEP_TIMER,
     OPTIMIZER_TIMERS,
-    DeepSpeedZeroOptimizer,
-    GradPartitionBufferGroup,
 )
-from deepspeed.utils import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.torch import register_grad_hook
 
 from .bucket_chain import Bucket, BucketChain, BufferPool, Slot
-from .bucket_layout import ParamSpec, initial_order, split_into_buckets
+from .bucket_layout import initial_order
 from .collectives import make_reduce_scatter
 from .config import ConfigError
 from .gradient_scalars import StepScalars, agree, local_norm_squared
 from .token_window import TokenWindow
+from .zero_partition import BucketedZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
 
@@ -52,8 +40,7 @@ logger = logging.getLogger("ds_lazyreduce")
 class PartitionSettings:
     """The resolved settings of ``lazy_reduce.gradient_partition``.
 
-    bucket_elements: ``(trainable elements, ranks) -> upper bound of a bucket`` in elements.
-    wire_dtype: what travels, unless torch.autocast chose a dtype for the parameter.
+    bucket_elements, wire_dtype: see ``BucketedZeroOptimizer``.
     accumulate: ``accumulate(partition [S] fp32, rows [N, S], scale)``, in place.
     node_size: consecutive ranks that share a host.
     normalize_tokens: whether gradients are divided by the window's token count instead of averaged.
@@ -66,24 +53,6 @@ class PartitionSettings:
     max_in_flight: int
     carry_over: bool
     normalize_tokens: bool
-
-
-@dataclass
-class UserGroup:
-    """One of the user's param groups and its flat fp32 tensors on this rank.
-
-    buckets: base-class group indices; their shards lie in this order in ``master``.
-    master: fp32 masters of all shards, ``[sum of S]``; the wrapped optimizer's only parameter here.
-    gradient: fp32 gradient of ``master``, allocated in the first drain of a window, freed by ``step``.
-    counted: ranges of ``master`` that enter the gradient norm on this rank (all of it, but for
-        parameters that model-parallel ranks replicate).
-    """
-
-    group: dict
-    buckets: range
-    master: torch.Tensor | None = None
-    gradient: torch.Tensor | None = None
-    counted: list[tuple[int, int]] | None = None
 
 
 class _DrainingGradients(dict):
@@ -109,13 +78,11 @@ class _DrainingGradients(dict):
         return super().get(key, default)
 
 
-class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
+class LazyZeroOptimizer(BucketedZeroOptimizer):
     """ZeRO-2 with chained fp32 reduce-scatters. Built by the engine in place of the stock class."""
 
     def __init__(self, init_optimizer, param_names, *args, settings: PartitionSettings, **kwargs):
         self._settings = settings
-        self._user_param_groups = init_optimizer.param_groups
-        self._registered = {param: index for index, param in enumerate(param_names)}
         self._token_window = TokenWindow()
         self._void = False
         self._order_agreed = False
@@ -128,88 +95,22 @@ class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
                 "torch_autocast.dtype: 'float16' is not supported with lazy_reduce.gradient_partition; "
                 "use 'bfloat16', or set lazy_reduce.gradient_partition.enabled to false"
             )
-
-        # The base class makes one partition per param group it finds.
-        dp_group = kwargs["dp_process_group"]
-        self._user_groups, bucket_groups = self._split_user_groups(dist.get_world_size(group=dp_group))
-        init_optimizer.param_groups = bucket_groups
-        # Gradients are accumulated in fp32 whatever `data_types.grad_accum_dtype` says.
-        kwargs["gradient_accumulation_dtype"] = torch.float32
-        try:
-            super().__init__(init_optimizer, param_names, *args, **kwargs)
-        finally:
-            init_optimizer.param_groups = self._user_param_groups
+        super().__init__(
+            init_optimizer,
+            param_names,
+            *args,
+            bucket_elements=settings.bucket_elements,
+            wire_dtype=settings.wire_dtype,
+            **kwargs,
+        )
 
     # -- construction ----------------------------------------------------------------------------
 
-    def _split_user_groups(self, ranks: int) -> tuple[list[UserGroup], list[dict]]:
-        trainable = [[p for p in g["params"] if is_optimized_parameter(p)] for g in self._user_param_groups]
-        limit = self._settings.bucket_elements(sum(p.numel() for ps in trainable for p in ps), ranks)
-        user_groups, bucket_groups = [], []
-        for group, params in zip(self._user_param_groups, trainable, strict=True):
-            # A parameter the model does not register comes last: nothing is known of its gradient.
-            specs = [
-                ParamSpec(self._registered.get(p, -1), p.numel(), (p.dtype, self._wire_dtype_of(p))) for p in params
-            ]
-            first = len(bucket_groups)
-            for indices in split_into_buckets(specs, limit):
-                bucket_groups.append({**group, "params": [params[i] for i in indices]})
-            user_groups.append(UserGroup(group, range(first, len(bucket_groups))))
-        return user_groups, bucket_groups
-
-    def _wire_dtype_of(self, param: torch.Tensor) -> torch.dtype:
-        return get_comm_dtype(param) if has_comm_dtype(param) else self._settings.wire_dtype
-
     def initialize_gradient_partitioning_data_structures(self):
-        # Called once the base class has laid out its partitions and before anything captures
-        # `averaged_gradients`: reading a gradient must drain first.
+        # Before anything captures `averaged_gradients`: reading a gradient must drain first.
         self.averaged_gradients = _DrainingGradients(self._complete_for_reader)
         super().initialize_gradient_partitioning_data_structures()
         self._build_chain()
-
-    def initialize_optimizer_states(self):
-        # The base class would allocate a gradient for every partition (and rebuild Adagrad over bare
-        # tensors, losing the user's groups). Here, right before it links parameters to their masters,
-        # the masters of one user group move side by side.
-        for user_group in self._user_groups:
-            self._join_masters(user_group)
-        if isinstance(self.optimizer, torch.optim.Adagrad):  # makes its state in its constructor
-            rebuilt = torch.optim.Adagrad(self._user_param_groups, **self.optimizer.defaults)
-            self.optimizer.state.clear()
-            self.optimizer.state.update(rebuilt.state)
-
-    def _join_masters(self, user_group: UserGroup) -> None:
-        shards = [self.single_partition_of_fp32_groups[i] for i in user_group.buckets]
-        for shard in user_group.group["params"]:
-            self.optimizer.state.pop(shard, None)  # state a client optimizer made for the model's parameters
-        if not shards:  # every parameter of the group is frozen
-            user_group.group["params"] = []
-            user_group.counted = []
-            return
-        user_group.master = torch.cat([shard.detach() for shard in shards]).requires_grad_(True)
-        user_group.group["params"] = [user_group.master]
-        for i, view in zip(user_group.buckets, user_group.master.detach().split([s.numel() for s in shards])):
-            self.single_partition_of_fp32_groups[i] = view
-        user_group.counted = self._ranges_in_norm(user_group)
-
-    def _ranges_in_norm(self, user_group: UserGroup) -> list[tuple[int, int]]:
-        if self.model_parallel_group is None:
-            return [(0, user_group.master.numel())]
-        ranges, start = [], 0
-        for i in user_group.buckets:
-            partition = dist.get_rank(group=self.real_dp_process_group[i])
-            for param in self.params_in_partition[i]:
-                if getattr(param, PIPE_REPLICATED, False):
-                    continue
-                if is_model_parallel_parameter(param) or self.model_parallel_rank == 0:
-                    key = self.get_param_id(param)
-                    offset = self.grad_partition_insertion_offset[i][partition][key]
-                    length = min(
-                        param.numel() - self.grad_start_offset[i][partition][key], self.partition_size[i] - offset
-                    )
-                    ranges.append((start + offset, start + offset + length))
-            start += self.partition_size[i]
-        return ranges
 
     def _build_chain(self) -> None:
         self._pool = BufferPool(torch.device(get_accelerator().current_device_name()))
@@ -228,13 +129,6 @@ class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
                 self._slots[param] = slot
             buckets.append(bucket)
             last_arrivals.append(min(self._registered.get(p, -1) for p in params))
-        self._group_of_bucket = [ug for ug in self._user_groups for _ in ug.buckets]
-        self._shard_range: list[tuple[int, int]] = []
-        for user_group in self._user_groups:
-            start = 0
-            for i in user_group.buckets:
-                self._shard_range.append((start, start + self.partition_size[i]))
-                start += self.partition_size[i]
         averaged = self.gradient_average and not self._settings.normalize_tokens
         # As in stock, expert buckets are divided by the size of the whole data-parallel group too.
         ranks = dist.get_world_size(group=self.dp_process_group)
@@ -248,22 +142,8 @@ class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
             self._settings.carry_over,
         )
 
-    @contextmanager
-    def _one_param_group_per_bucket(self) -> Iterator[None]:
-        """For base-class code that walks ``optimizer.param_groups`` and ``bit16_groups`` together."""
-        user_param_groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [
-            {**self._group_of_bucket[i].group, "params": [shard]}
-            for i, shard in enumerate(self.single_partition_of_fp32_groups)
-        ]
-        try:
-            yield
-        finally:
-            self.optimizer.param_groups = user_param_groups
-
     def destroy(self):
-        with self._one_param_group_per_bucket():
-            super().destroy()
+        super().destroy()
         self.chain.discard_accumulated()
 
     # -- gradients -------------------------------------------------------------------------------
@@ -296,26 +176,12 @@ class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
     def _accumulate_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         user_group = self._group_of_bucket[bucket.index]
         if user_group.gradient is None:
-            user_group.gradient = torch.zeros_like(user_group.master, requires_grad=False)
+            user_group.gradient = self._zero_gradient(user_group)
             for i in user_group.buckets:
                 start, stop = self._shard_range[i]
                 self._publish_gradient(i, user_group.gradient[start:stop])
         start, stop = self._shard_range[bucket.index]
         self._settings.accumulate(user_group.gradient[start:stop], rows, self._scale)
-
-    def _publish_gradient(self, i: int, partition: torch.Tensor) -> None:
-        """Makes the partition readable through ``averaged_gradients`` in the base class's form."""
-        rank = dist.get_rank(group=self.real_dp_process_group[i])
-        views, end = [], 0
-        for param in self.params_in_partition[i]:
-            key = self.get_param_id(param)
-            start = self.grad_partition_insertion_offset[i][rank][key]
-            if start > end:  # alignment padding has an entry of its own in the base class's numbering
-                views.append(partition[end:start])
-            end = start + min(param.numel() - self.grad_start_offset[i][rank][key], partition.numel() - start)
-            whole = end - start == param.numel()
-            views.append(partition[start:end].view(param.shape) if whole else partition[start:end])
-        dict.__setitem__(self.averaged_gradients, i, GradPartitionBufferGroup(views, partition))
 
     def _complete_for_reader(self) -> None:
         if self.chain.is_open:
@@ -480,16 +346,23 @@ class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
             if user_group.master is None:
                 continue
             if user_group.gradient is None:  # no backward at all: stock steps with zeros, too
-                user_group.gradient = torch.zeros_like(user_group.master, requires_grad=False)
-            user_group.master.grad = user_group.gradient
+                user_group.gradient = self._zero_gradient(user_group)
+            user_group.master.grad = user_group.gradient.to(user_group.master.device)
             self._optimizer_step(index)
             user_group.master.grad = None
         mine = [
             partitions[dist.get_rank(group=group)]
-            for partitions, group in zip(self.parallel_partitioned_bit16_groups, self.real_dp_process_group)
+            for partitions, group in zip(
+                self.parallel_partitioned_bit16_groups, self.real_dp_process_group, strict=True
+            )
         ]
         with torch.no_grad():
-            torch._foreach_copy_(mine, self.single_partition_of_fp32_groups)  # rounds to the model dtype
+            masters = self.single_partition_of_fp32_groups
+            if self.cpu_offload:  # rounds on the host, so that only the model dtype crosses the bus
+                rounded = self.param_buffer_of_bit16_for_cpu_offload_groups
+                torch._foreach_copy_(rounded, masters)
+                masters = rounded
+            torch._foreach_copy_(mine, masters)
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         all_gather_dp_groups(
@@ -500,27 +373,6 @@ class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
             allgather_bucket_size=self.allgather_bucket_size,
         )
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
-
-    def _lazy_init_hp_params_optimizer_state(self):
-        # Stock links optimizer state after its first group only, and to one tensor per group.
-        if self._hp_optimizer_states_linked:
-            return
-        linked = 0
-        for user_group in self._user_groups:
-            state = self.optimizer.state.get(user_group.master)
-            if not state:
-                continue
-            linked += 1
-            for i in user_group.buckets:
-                start, stop = self._shard_range[i]
-                views = {
-                    key: value[start:stop]
-                    for key, value in state.items()
-                    if torch.is_tensor(value) and value.shape == user_group.master.shape
-                }
-                shard = self.single_partition_of_fp32_groups[i]
-                lazy_init_hp_params_optimizer_state(self.bit16_groups[i], shard, {shard: views})
-        self._hp_optimizer_states_linked = linked == sum(ug.master is not None for ug in self._user_groups)
 
     def _clear_window(self, tokens: float) -> None:
         self._void = False
@@ -534,10 +386,6 @@ class LazyZeroOptimizer(DeepSpeedZeroOptimizer):
         if not self._warned_no_tokens and dist.get_rank(group=self.dp_process_group) == 0:
             logger.warning("lazy_reduce: no rank had tokens in this window; the update is skipped (said once)")
         self._warned_no_tokens = True
-
-    def offload_states(self, *args, **kwargs):
-        # The base class moves each partition by itself, which would tear the joined masters apart.
-        raise NotImplementedError("offload_states() is not available with lazy_reduce.gradient_partition yet")
 
     # -- report ----------------------------------------------------------------------------------
 

@@ -251,8 +251,7 @@ def with_zero(**keys):
 
 
 REFUSED = [
-    (with_zero(offload_optimizer={"device": "cpu"}), "zero_optimization.offload_optimizer.device"),
-    (with_zero(cpu_offload=True), "zero_optimization.cpu_offload"),
+    (with_zero(offload_optimizer={"device": "nvme"}), "zero_optimization.offload_optimizer.device"),
     (with_zero(zenflow={}), "zero_optimization.zenflow"),
     (with_zero(reduce_scatter=False), "zero_optimization.reduce_scatter"),
     ({**ZERO2, "optimizer": {"type": "MuOn"}}, "optimizer.type"),

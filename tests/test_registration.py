@@ -111,7 +111,7 @@ def refused(lazy, over):
         ({"gradient_partition": {"bucket_size": 0}}, {}, r"lazy_reduce.gradient_partition.bucket_size: got 0"),
         ({"deferred_loss": {"interval": 0}}, {}, r"lazy_reduce.deferred_loss.interval: got 0"),
         (True, {"zero_optimization": {"stage": 1}}, "zero_optimization.stage: got 1; expected 2"),
-        (True, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer.device"),
+        (True, {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device"),
         (True, {"prescale_gradients": True}, "prescale_gradients"),
         ({"gradient_partition": {"collective": "reduce_scatter"}}, {}, "not available in this version"),
         ({"gradient_partition": {"enabled": False}, "token_normalization": {"enabled": True}}, {}, "which it needs"),
