@@ -13,6 +13,7 @@ order gradients arrive in and whichever parameters a rank did not use: what is m
 A gradient that cannot go that way (its slot has already been filled in this micro-step, or no
 micro-step is open, or the caller coalesces several backward passes) is added to the *local
 accumulator* of its bucket, in fp32, and travels in a pass of its own, see ``reduce_accumulated``.
+``AccumulatingChain`` sends every gradient by way of the accumulators, for passes that do not reduce.
 """
 
 from __future__ import annotations
@@ -221,12 +222,7 @@ class BucketChain:
         if bucket.send is None:
             bucket.send = self._fresh_send_buffer(bucket)
         bucket.send.data[slot.offset : slot.offset + slot.numel].view(grad.shape).copy_(grad)
-        slot.filled = True
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._completed.append(bucket.index)
-            while self._next < len(self._order) and self._order[self._next].missing == 0:
-                self._dispatch_next()
+        self._mark_filled(slot)
 
     def mute(self, where: torch.Tensor | None) -> None:
         """While set, gradients count as zero where ``where`` (0-d bool) is true, even if they are NaN."""
@@ -238,7 +234,6 @@ class BucketChain:
         if not self.is_open:
             return
         while self._next < len(self._order):
-            self._fill_missing(self._order[self._next])
             self._dispatch_next()
         self.is_open = False
         if self._carry_over:
@@ -261,8 +256,7 @@ class BucketChain:
             grad = grad.masked_fill(self._mute, 0)
         bucket = slot.bucket
         if bucket.accumulator is None:
-            bucket.accumulator = self.pool.take(bucket.numel, torch.float32)
-            bucket.accumulator.data.zero_()
+            bucket.accumulator = self._take_accumulator(bucket)
         bucket.accumulator.data[slot.offset : slot.offset + slot.numel].view(grad.shape).add_(grad)
 
     def has_accumulated(self) -> list[bool]:
@@ -274,11 +268,7 @@ class BucketChain:
         self._raise_if_failed()
         for bucket in self._order:
             if which[bucket.index]:
-                send, bucket.accumulator = bucket.accumulator, None
-                if send is None:
-                    send = self.pool.take(bucket.numel, torch.float32)
-                    send.data.zero_()
-                self._dispatch(bucket, send)
+                self._dispatch(bucket, self._take_accumulator(bucket))
         self.drain()
 
     def discard_accumulated(self) -> None:
@@ -297,23 +287,42 @@ class BucketChain:
             buffer.data[start:stop].zero_()  # never send what a reused buffer happened to hold
         return buffer
 
-    def _fill_missing(self, bucket: Bucket) -> None:
-        if bucket.send is None:
-            bucket.send = self._fresh_send_buffer(bucket)
-        for slot in bucket.slots:
-            if not slot.filled:
-                bucket.send.data[slot.offset : slot.offset + slot.numel].zero_()
-                # From now on the slot is on its way: a gradient that still comes is a late one.
-                slot.filled = True
-        bucket.missing = 0
+    def _mark_filled(self, slot: Slot) -> None:
+        bucket = slot.bucket
+        slot.filled = True
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._completed.append(bucket.index)
+            while self._next < len(self._order) and self._order[self._next].missing == 0:
+                self._dispatch_next()
 
     def _dispatch_next(self) -> None:
         bucket = self._order[self._next]
         self._next += 1
-        send, bucket.send = bucket.send, None
+        self._dispatch(bucket, self._take_contribution(bucket))
+        # From now on its slots are on their way: a gradient that still comes is a late one.
+        if bucket.missing:
+            bucket.missing = 0
+            for slot in bucket.slots:
+                slot.filled = True
+
+    def _take_contribution(self, bucket: Bucket) -> Buffer:
+        """What this rank sends for a bucket, in the wire dtype; what has not arrived is zero."""
+        send, bucket.send = bucket.send or self._fresh_send_buffer(bucket), None
+        if bucket.missing:
+            for slot in bucket.slots:
+                if not slot.filled:
+                    send.data[slot.offset : slot.offset + slot.numel].zero_()
         if self._mute is not None:
             send.data.masked_fill_(self._mute, 0)
-        self._dispatch(bucket, send)
+        return send
+
+    def _take_accumulator(self, bucket: Bucket) -> Buffer:
+        accumulator, bucket.accumulator = bucket.accumulator, None
+        if accumulator is None:
+            accumulator = self.pool.take(bucket.numel, torch.float32)
+            accumulator.data.zero_()
+        return accumulator
 
     def _dispatch(self, bucket: Bucket, send: Buffer) -> None:
         while len(self._in_flight) >= self._max_in_flight:
@@ -343,6 +352,28 @@ class BucketChain:
 
     def _failing_as(self, bucket: Bucket, what: str) -> _Failing:
         return _Failing(self, bucket, what)
+
+
+class AccumulatingChain(BucketChain):
+    """Sends every gradient by way of its bucket's local fp32 accumulator.
+
+    A pass that does not reduce is one in which no micro-step is open. In an open micro-step a bucket leaves,
+    with all that earlier passes added to it, as soon as it is complete and its turn has come.
+    """
+
+    def put(self, slot: Slot, grad: torch.Tensor) -> None:
+        self.put_local(slot, grad)
+        if self.is_open and not slot.filled:
+            self._mark_filled(slot)
+
+    def _take_contribution(self, bucket: Bucket) -> Buffer:
+        accumulator = self._take_accumulator(bucket)
+        if bucket.wire_dtype == torch.float32:
+            return accumulator
+        send = self.pool.take(bucket.numel, bucket.wire_dtype)
+        send.data.copy_(accumulator.data)
+        self.pool.give(accumulator)
+        return send
 
 
 class _Failing:

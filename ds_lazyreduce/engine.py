@@ -105,6 +105,7 @@ class LazyReduceMixin:
             node_size=node_size,
             max_in_flight=section.max_in_flight,
             carry_over=section.carry_over,
+            reduce_every=section.reduce_every,
             normalize_tokens=self._lazy.token_normalization.enabled,
         )
 
@@ -165,7 +166,13 @@ class LazyReduceMixin:
 
     def _begin_pass(self, num_tokens) -> None:
         if self._lazy.gradient_partition.enabled:
+            self._mirror_boundary()
             self.optimizer.begin_pass(num_tokens)
+
+    def _mirror_boundary(self) -> None:
+        # Stock tells the optimizer once the pass has begun, which is too late to choose whether it reduces.
+        if self._lazy.gradient_partition.enabled:
+            self.optimizer.set_gradient_accumulation_boundary(self.is_gradient_accumulation_boundary())
 
     def _abort_pass(self) -> None:
         if self._lazy.gradient_partition.enabled:
@@ -177,6 +184,7 @@ class LazyReduceMixin:
                 "lazy_reduce.token_normalization is enabled: a direct loss.backward() cannot say how many tokens the "
                 "loss covers; call engine.backward(loss, num_tokens=n)"
             )
+        self._mirror_boundary()
         super()._backward_prologue()
 
     def _flush_coalesced_reduction_zero12(self, optimizer):
@@ -331,7 +339,9 @@ def _masked(value: torch.Tensor, weight):
     """``value``, or 0 where ``weight`` is 0: a mean over no tokens is NaN, and 0 * NaN would stay NaN."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, value, torch.zeros_like(value))
-    return value if weight else torch.zeros_like(value)
+    if weight:
+        return value
+    return torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0)  # still a result of autograd
 
 
 def _ranks_per_host() -> int:

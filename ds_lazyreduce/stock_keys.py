@@ -140,7 +140,6 @@ _NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("collective", lambda value: value == "hierarchical", one_of("auto", "all_to_all")),
     ("node_size", lambda value: value != "auto", one_of("auto")),
     ("across_dtype", lambda value: value != "fp32", one_of("fp32")),
-    ("reduce_every", lambda value: value != 1, "1"),
 )
 
 

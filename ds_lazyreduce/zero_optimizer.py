@@ -25,11 +25,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 from deepspeed.utils.torch import register_grad_hook
 
-from .bucket_chain import Bucket, BucketChain, BufferPool, Slot
+from .bucket_chain import AccumulatingChain, Bucket, BucketChain, BufferPool, Slot
 from .bucket_layout import initial_order
 from .collectives import make_reduce_scatter
 from .config import ConfigError
 from .gradient_scalars import StepScalars, agree, local_norm_squared
+from .reduce_schedule import make_schedule
 from .token_window import TokenWindow
 from .zero_partition import BucketedZeroOptimizer
 
@@ -52,6 +53,7 @@ class PartitionSettings:
     node_size: int
     max_in_flight: int
     carry_over: bool
+    reduce_every: int | str
     normalize_tokens: bool
 
 
@@ -84,6 +86,7 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
     def __init__(self, init_optimizer, param_names, *args, settings: PartitionSettings, **kwargs):
         self._settings = settings
         self._token_window = TokenWindow()
+        self._schedule = make_schedule(settings.reduce_every)
         self._void = False
         self._order_agreed = False
         self._in_backward = False
@@ -133,7 +136,8 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
         # As in stock, expert buckets are divided by the size of the whole data-parallel group too.
         ranks = dist.get_world_size(group=self.dp_process_group)
         self._scale = self.sequence_parallel_size / ranks if averaged else 1.0
-        self.chain = BucketChain(
+        chain = BucketChain if self._settings.reduce_every == 1 else AccumulatingChain
+        self.chain = chain(
             buckets,
             initial_order(last_arrivals),
             self._accumulate_rows,
@@ -190,8 +194,8 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
         if any(self.chain.has_accumulated()):
             names = [bucket.describe() for bucket in self.chain.buckets if bucket.accumulator is not None]
             raise RuntimeError(
-                f"lazy_reduce: gradients of {', '.join(names)} arrived outside a reducing backward pass and are "
-                "not reduced before step(); read gradients before such a backward, or not at all"
+                f"lazy_reduce: gradients of {', '.join(names)} are in local accumulators and not reduced before "
+                "step(): reduce_every is not 1, or they arrived outside a backward pass of the engine"
             )
 
     # -- the backward pass: one micro-step -------------------------------------------------------
@@ -216,7 +220,9 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
         super().enter_backward()
         self._in_backward = True
         self._graph_task = None if task == -1 else task
-        if not self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
+        if self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
+            return
+        if self._schedule.reduces_now(self.is_gradient_accumulation_boundary()):
             self.chain.open()
 
     def overlapping_partition_gradients_reduce_epilogue(self):
@@ -252,7 +258,11 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
         """Sends the gradients that ``coalesce_grad_reduction`` gathered, each bucket once."""
         if self._in_backward:  # the last loss.backward() raised and was caught
             self.abort_micro_step()
+        self._reduce_all_accumulated()
+
+    def _reduce_all_accumulated(self) -> None:
         self.chain.reduce_accumulated([True] * len(self.chain.buckets))
+        self._schedule.reduced()
 
     def finalize_gradient_accumulation_boundary(self):
         # managed_gradient_accumulation: false. Everything is reduced already or completed in step().
@@ -299,6 +309,8 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
     def _complete_window(self) -> StepScalars:
         if self._in_backward:  # a direct loss.backward() raised and was caught
             self.abort_micro_step()
+        if self._schedule.owes_a_pass():
+            self._reduce_all_accumulated()
         self.chain.drain()
         late = self.chain.has_accumulated()
         scalars = self._agree_scalars(late)
@@ -377,6 +389,7 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
     def _clear_window(self, tokens: float) -> None:
         self._void = False
         self._token_window.restart(tokens)
+        self._schedule.restart()
         self.averaged_gradients.clear()
         for user_group in self._user_groups:
             user_group.gradient = None

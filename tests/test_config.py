@@ -317,8 +317,6 @@ def test_token_normalization_needs_gradient_partition():
         {"collective": "hierarchical"},
         {"node_size": 2},
         {"across_dtype": "wire"},
-        {"reduce_every": 2},
-        {"reduce_every": "boundary"},
     ],
 )
 def test_what_is_not_built_yet_says_so(keys):

@@ -146,7 +146,7 @@ def one_collective_a_window(gradients):
     in_backward, in_steps, pairs = [], [], []
     for step in range(15):
         with CollectiveRecorder() as record, _host_reads(everywhere=False) as reads:
-            for micro_step in range(4):
+            for _ in range(4):
                 loss = engine(torch.ones(4)) + float(step)
                 with _host_reads(everywhere=True) as all_reads:
                     engine.backward(loss)
