@@ -143,9 +143,10 @@ def comm(options: Options) -> Result:
 
     notes = [
         "CPU: of one rank, all its threads, in forward+backward; where cores are scarce it sets the time",
-        "ddp keeps no fp32 masters and whole optimizer states, so its step is another one",
     ]
     names = options.contenders or ("bare", "zero2", "lazy", "lazy-4", "fsdp2", "ddp")
+    if "ddp" in names:
+        notes.append("ddp keeps no fp32 masters and whole optimizer states, so its step is another one")
     with contenders(options, setting, names, notes) as built:
         samples = take_turns(options, "comm", built, one_round)
     return Result(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 _HEADER = 4
+_BLOCK = 128 * 1024
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,24 @@ def local_norm_squared(gradients: Sequence[torch.Tensor], device: torch.device) 
     rounding is so far below fp32 that the clipping factor does not depend on how elements are
     distributed over buckets and ranks (up to one rounding of the norm in about 10^8).
     """
-    dtype = scalar_dtype(device)
-    total = torch.zeros((), dtype=dtype, device=device)
+    total = torch.zeros((), dtype=scalar_dtype(device), device=device)
+    sum_of_squares = _sum_of_squares_on_cpu if device.type == "cpu" else _sum_of_squares
     for gradient in gradients:
-        total += torch.linalg.vector_norm(gradient, dtype=dtype).square()
+        total += sum_of_squares(gradient, total.dtype)
+    return total
+
+
+def _sum_of_squares(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.linalg.vector_norm(gradient, dtype=dtype).square()
+
+
+def _sum_of_squares_on_cpu(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # torch's norm with a wider dtype is 20 times slower there than a copy to a cached scratch and a dot
+    total = torch.zeros((), dtype=dtype)
+    scratch = torch.empty(min(gradient.numel(), _BLOCK), dtype=dtype)
+    for block in gradient.split(_BLOCK):
+        wide = scratch[: block.numel()].copy_(block)
+        total += torch.dot(wide, wide)
     return total
 
 

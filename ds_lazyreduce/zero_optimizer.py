@@ -16,7 +16,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import get_autocast_dtype
-from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_ALLGATHER_TIMER,
     OPTIMIZER_GRADIENTS_TIMER,
@@ -30,9 +29,10 @@ from .bucket_layout import initial_order
 from .collectives import make_reduce_scatter
 from .config import ConfigError
 from .gradient_scalars import StepScalars, agree, local_norm_squared
+from .parameter_gather import STAGED_ELEMENTS, ParameterGather
 from .reduce_schedule import make_schedule
 from .token_window import TokenWindow
-from .zero_partition import BucketedZeroOptimizer
+from .zero_state import StockStateZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
 
@@ -80,13 +80,14 @@ class _DrainingGradients(dict):
         return super().get(key, default)
 
 
-class LazyZeroOptimizer(BucketedZeroOptimizer):
+class LazyZeroOptimizer(StockStateZeroOptimizer):
     """ZeRO-2 with chained fp32 reduce-scatters. Built by the engine in place of the stock class."""
 
     def __init__(self, init_optimizer, param_names, *args, settings: PartitionSettings, **kwargs):
         self._settings = settings
         self._token_window = TokenWindow()
         self._schedule = make_schedule(settings.reduce_every)
+        self._allgather_elements = int(kwargs["allgather_bucket_size"])
         self._void = False
         self._order_agreed = False
         self._in_backward = False
@@ -132,6 +133,8 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
                 self._slots[param] = slot
             buckets.append(bucket)
             last_arrivals.append(min(self._registered.get(p, -1) for p in params))
+        staged = min(self._allgather_elements, STAGED_ELEMENTS)
+        self._gather = ParameterGather(self.bit16_groups_flat, self.real_dp_process_group, staged)
         averaged = self.gradient_average and not self._settings.normalize_tokens
         # As in stock, expert buckets are divided by the size of the whole data-parallel group too.
         ranks = dist.get_world_size(group=self.dp_process_group)
@@ -326,7 +329,9 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
                 if user_group.gradient is not None:
                     gradients += [user_group.gradient[start:stop] for start, stop in user_group.counted]
         norm_squared = local_norm_squared(gradients, torch.device(get_accelerator().current_device_name()))
-        return agree(norm_squared, self._void, self._token_window.total(), late, self._all_reduce_scalars)
+        # The pack is summed over model-parallel ranks, too, and those have the same tokens.
+        tokens = self._token_window.total() if self.model_parallel_rank == 0 else 0
+        return agree(norm_squared, self._void, tokens, late, self._all_reduce_scalars)
 
     def _all_reduce_scalars(self, pack: torch.Tensor) -> None:
         self._scalar_collectives += 1
@@ -377,13 +382,7 @@ class LazyZeroOptimizer(BucketedZeroOptimizer):
             torch._foreach_copy_(mine, masters)
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
-        all_gather_dp_groups(
-            groups_flat=self.bit16_groups_flat,
-            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
-            dp_process_group=self.real_dp_process_group,
-            start_alignment_factor=self.nccl_start_alignment_factor,
-            allgather_bucket_size=self.allgather_bucket_size,
-        )
+        self._gather.gather()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
 
     def _clear_window(self, tokens: float) -> None:
