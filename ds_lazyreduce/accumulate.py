@@ -157,9 +157,7 @@ def _warn_fallback(reason: str) -> None:
         logger.warning("no native kernel, using the torch path (same results, slower): %s", reason)
 
 
-def fused_accumulate(
-    partition: torch.Tensor, received: torch.Tensor, scale: float, kernel: str = "auto"
-) -> None:
+def fused_accumulate(partition: torch.Tensor, received: torch.Tensor, scale: float, kernel: str = "auto") -> None:
     """Add ``scale * received.sum(0)`` to ``partition``, in place, summed in fp32 in row order.
 
     Args:

@@ -55,18 +55,14 @@ class GradientPartitionConfig(_Model):
     """The gradients' reduce-scatter (ZeRO stage 2). Sizes are in elements, not bytes."""
 
     enabled: bool = Field(True, description=_BOOL)
-    bucket_size: _AtLeastOne | Literal["auto"] = Field(
-        "auto", description='a whole number of elements >= 1, or "auto"'
-    )
+    bucket_size: _AtLeastOne | Literal["auto"] = Field("auto", description='a whole number of elements >= 1, or "auto"')
     wire_dtype: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         "auto", description=one_of("auto", "bf16", "fp16", "fp32")
     )
     collective: Literal["auto", "all_to_all", "reduce_scatter", "hierarchical"] = Field(
         "auto", description=one_of("auto", "all_to_all", "reduce_scatter", "hierarchical")
     )
-    node_size: _AtLeastOne | Literal["auto"] = Field(
-        "auto", description='a whole number of ranks >= 1, or "auto"'
-    )
+    node_size: _AtLeastOne | Literal["auto"] = Field("auto", description='a whole number of ranks >= 1, or "auto"')
     across_dtype: Literal["fp32", "wire"] = Field("fp32", description=one_of("fp32", "wire"))
     max_in_flight: _AtLeastOne = Field(1, description="a whole number >= 1")
     carry_over: bool = Field(True, description=_BOOL)
@@ -174,9 +170,7 @@ def _nearest(key: str, path: str, model: type[BaseModel]) -> str:
 # ---- resolving the "auto" values
 
 
-def bucket_elements(
-    section: LazyReduceConfig, reduce_bucket_size: int, trainable_numel: int, ranks: int
-) -> int:
+def bucket_elements(section: LazyReduceConfig, reduce_bucket_size: int, trainable_numel: int, ranks: int) -> int:
     """Upper bound of a bucket, in elements.
 
     ``"auto"`` is min(``reduce_bucket_size``, max(``trainable_numel`` / 16, 128 Ki x ``ranks``)): about
@@ -208,9 +202,7 @@ def wire_dtype(
         explicit = str(explicit).lower()
         if explicit not in DTYPES:
             right = one_of(*DTYPES)
-            raise config_error(
-                [f"communication_data_type: got {show(str(communication_data_type))}; expected {right}"]
-            )
+            raise config_error([f"communication_data_type: got {show(str(communication_data_type))}; expected {right}"])
     conflict = dtype_conflict(gradients, explicit)
     if conflict:
         raise config_error(conflict)

@@ -19,6 +19,7 @@ from deepspeed.utils import log_dist
 from . import config as lazy_config
 from .bucket_chain import ReductionError
 from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
+from .checkpoint_guard import CheckpointGuardMixin
 from .config import LazyReduceConfig
 from .kernel_choice import agree_on_kernel
 from .metrics import DeferredMetrics, Scalar, over_group
@@ -30,7 +31,7 @@ logger = logging.getLogger("ds_lazyreduce")
 LOSS = "train_loss"
 
 
-class LazyReduceMixin:
+class LazyReduceMixin(CheckpointGuardMixin):
     """What an engine with an enabled ``lazy_reduce`` section does beside its stock class.
 
     Args:
@@ -134,9 +135,10 @@ class LazyReduceMixin:
                     "engine.backward: lazy_reduce.token_normalization is enabled, so num_tokens is needed: "
                     "engine.backward(loss, num_tokens=n)"
                 )
-            if normalize.loss_reduction == "mean":
+            is_mean = normalize.loss_reduction == "mean"
+            self._record_loss(loss, num_tokens, is_sum=not is_mean)
+            if is_mean:
                 loss = _masked(loss * num_tokens, num_tokens)
-            self._record_loss(loss, num_tokens, is_sum=True)
             self._begin_pass(num_tokens)
             scaled, scale_wrt_gas = loss * self.optimizer.token_prescale(), False
         else:
@@ -161,7 +163,7 @@ class LazyReduceMixin:
 
     def _record_loss(self, loss, weight, *, is_sum: bool) -> None:
         if self._lazy.deferred_loss.enabled and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            total = loss.detach() if is_sum else loss.detach() * weight
+            total = loss.detach() if is_sum else loss.detach().double() * weight
             self._metrics.add(LOSS, _masked(total, weight), weight)
 
     def _begin_pass(self, num_tokens) -> None:

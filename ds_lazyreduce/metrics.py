@@ -314,9 +314,7 @@ class DeferredMetrics:
         self._last_on_device = torch.where(count != 0, total / count, before)
 
 
-def over_group(
-    comm: Any, group: Any
-) -> tuple[Callable[[torch.Tensor], Any], Callable[[list[str]], list[list[str]]]]:
+def over_group(comm: Any, group: Any) -> tuple[Callable[[torch.Tensor], Any], Callable[[list[str]], list[list[str]]]]:
     """``(all_reduce, gather_names)`` from ``deepspeed.comm`` or ``torch.distributed``.
 
     Args:

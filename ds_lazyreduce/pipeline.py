@@ -125,6 +125,4 @@ class LazyPipelineEngine(LazyReduceMixin, PipelineEngine):
             throughput = self.train_batch_size() / seconds
             print(f"steps: {self.global_steps} iter time (s): {seconds:0.3f} samples/sec: {throughput:0.3f}")
         if self.wall_clock_breakdown():
-            self.timers.log(
-                [PIPE_SEND_OUTPUT_TIMER, PIPE_SEND_GRAD_TIMER, PIPE_RECV_INPUT_TIMER, PIPE_RECV_GRAD_TIMER]
-            )
+            self.timers.log([PIPE_SEND_OUTPUT_TIMER, PIPE_SEND_GRAD_TIMER, PIPE_RECV_INPUT_TIMER, PIPE_RECV_GRAD_TIMER])

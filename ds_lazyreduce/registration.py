@@ -107,8 +107,9 @@ def _make_stand_in(stock: type, lazy: type | None) -> type:
             if section is None:
                 return stock(*args, **kwargs)
             if lazy is None:
-                raise ConfigError(f"lazy_reduce is enabled, but {stock.__name__} cannot honour it; "
-                                  "set lazy_reduce.enabled to false")
+                raise ConfigError(
+                    f"lazy_reduce is enabled, but {stock.__name__} cannot honour it; set lazy_reduce.enabled to false"
+                )
             return lazy(*args, lazy_section=section, **kwargs)
 
         def __instancecheck__(cls, instance):

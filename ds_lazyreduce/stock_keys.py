@@ -67,9 +67,7 @@ STOCK_KEYS = (
         lambda value: True,
     ),
     StockKey("zero_optimization.overlap_comm", "ignored", "the chain always overlaps", _false),
-    StockKey(
-        "zero_optimization.contiguous_gradients", "ignored", "buckets are always contiguous buffers", _false
-    ),
+    StockKey("zero_optimization.contiguous_gradients", "ignored", "buckets are always contiguous buffers", _false),
     StockKey(
         "zero_optimization.round_robin_gradients",
         "ignored",
@@ -198,9 +196,7 @@ def _gradient_problems(
     for name, missing, right in _NOT_YET:
         value = getattr(gradients, name)
         if missing(value):
-            problems.append(
-                f"{prefix}.{name}: got {show(value)}; not available in this version, expected {right}"
-            )
+            problems.append(f"{prefix}.{name}: got {show(value)}; not available in this version, expected {right}")
     node = gradients.node_size
     if node != "auto" and gradients.collective in ("all_to_all", "reduce_scatter"):
         problems.append(f'{prefix}.node_size: got {show(node)}; expected "auto" unless "hierarchical"')

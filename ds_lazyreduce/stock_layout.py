@@ -115,9 +115,7 @@ class Segment(NamedTuple):
     length: int
 
 
-def plan_transfer(
-    numels: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]
-) -> list[Segment]:
+def plan_transfer(numels: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]) -> list[Segment]:
     """The segments that move every parameter from one placement to another; each element occurs in exactly one."""
     segments = []
     for numel, here, there in zip(numels, source, target, strict=True):

@@ -231,6 +231,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def overlapping_partition_gradients_reduce_epilogue(self):
         # The end of a backward pass: what has not arrived by now counts as zero.
         self.chain.close()
+        if self.is_gradient_accumulation_boundary():  # nothing follows under which the rest could be drained
+            self.chain.drain()
 
     def exit_backward(self):
         super().exit_backward()

@@ -262,8 +262,9 @@ def compile_grid(folder):
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     include = f"-I{op_builder.source_directory()}"
     command = [*cxx, "-O1", "-g", "-std=c++17", "-ffp-contract=off", include, str(source), "-o", str(program)]
-    if subprocess.run([*cxx, *sanitizers, "-x", "c++", "-", "-o", str(folder / "probe")],
-                      input=b"int main() {}", capture_output=True).returncode:
+    if subprocess.run(
+        [*cxx, *sanitizers, "-x", "c++", "-", "-o", str(folder / "probe")], input=b"int main() {}", capture_output=True
+    ).returncode:
         pytest.skip(f"{cxx[0]} has no address sanitizer")
     subprocess.run([*command, *sanitizers], check=True)
     return program

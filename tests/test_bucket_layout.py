@@ -22,9 +22,7 @@ def test_every_parameter_is_in_one_bucket_within_the_limit(params, limit):
 @given(specs, st.integers(1, 150))
 def test_buckets_follow_reverse_registration_order(params, limit):
     for kind in ("bf16", "fp32"):
-        positions = [
-            params[i].position for b in split_into_buckets(params, limit) for i in b if params[i].kind == kind
-        ]
+        positions = [params[i].position for b in split_into_buckets(params, limit) for i in b if params[i].kind == kind]
         assert positions == sorted(positions, reverse=True)
 
 

@@ -166,9 +166,7 @@ def test_an_unknown_key_suggests_the_nearest(parts, path, suggestion):
 
 def test_an_unknown_key_near_nothing_lists_the_keys():
     message = error_of(section, deferred_loss={"qqq": 1})
-    assert (
-        "lazy_reduce.deferred_loss.qqq: got 1; unknown key, expected one of enabled, interval, tag" in message
-    )
+    assert "lazy_reduce.deferred_loss.qqq: got 1; unknown key, expected one of enabled, interval, tag" in message
 
 
 @pytest.mark.parametrize("value", [None, [], "on", 1, True, 1.5])
@@ -197,16 +195,12 @@ def test_the_section_cannot_be_changed_afterwards():
         section().enabled = False
 
 
-KEYS = st.sampled_from(
-    [*DEFAULTS, *DEFAULTS["gradient_partition"], "interval", "tag", "loss_reduction", "", "\ud800"]
-)
+KEYS = st.sampled_from([*DEFAULTS, *DEFAULTS["gradient_partition"], "interval", "tag", "loss_reduction", "", "\ud800"])
 CHOICES = st.sampled_from(["auto", "fp32", "bf16", "boundary", "sum", "torch", "hierarchical", 1, 2, True])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | CHOICES
 JSON = st.recursive(
     SCALARS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=5), inner, max_size=5)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | st.text(max_size=5), inner, max_size=5),
     max_leaves=20,
 )
 
@@ -278,9 +272,7 @@ def test_every_refused_key_is_tested():
 
 
 def test_harmless_forms_of_refused_keys_are_accepted():
-    config = with_zero(
-        offload_optimizer={"device": "none"}, cpu_offload=False, zenflow=None, reduce_scatter=True
-    )
+    config = with_zero(offload_optimizer={"device": "none"}, cpu_offload=False, zenflow=None, reduce_scatter=True)
     config |= {"prescale_gradients": False, "gradient_predivide_factor": 1.0, "optimizer": {"type": "AdamW"}}
     config |= {
         "compile": {"deepcompile": False},
@@ -322,9 +314,7 @@ def test_token_normalization_needs_gradient_partition():
 def test_what_is_not_built_yet_says_so(keys):
     message = error_of(check_against_deepspeed, gradients(**keys), ZERO2)
     (key,) = keys
-    assert (
-        f"lazy_reduce.gradient_partition.{key}: got {json.dumps(keys[key])}; not available in this" in message
-    )
+    assert f"lazy_reduce.gradient_partition.{key}: got {json.dumps(keys[key])}; not available in this" in message
     check_against_deepspeed(gradients(enabled=False, **keys), ZERO2)
 
 
@@ -374,9 +364,7 @@ def test_keys_that_agree_or_are_honoured_are_silent():
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "gradient_allreduce_op": "sum",
-        **with_zero(
-            overlap_comm=True, contiguous_gradients=True, round_robin_gradients=False, compute_grad_norm=False
-        ),
+        **with_zero(overlap_comm=True, contiguous_gradients=True, round_robin_gradients=False, compute_grad_norm=False),
     }
     assert stock_key_notes(config) == []
     assert stock_key_notes({"zero_optimization": {"overlap_comm": "auto"}}) == []

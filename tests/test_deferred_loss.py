@@ -3,12 +3,15 @@
 import csv
 import logging
 import math
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+
+from ds_lazyreduce.metrics import DeferredMetrics
 
 from .harness import CollectiveRecorder, OneVec, base_config, make_engine, masters
 
@@ -188,7 +191,7 @@ def test_every_zero_stage(ranks, stage):
     # ranks 0 and 1 pass 1, 2, 3, 4 and 101, ... in windows of two
     assert values == [[{}, {"train_loss": 51.5}, {"train_loss": 51.5}, {"train_loss": 53.5}]] * 2
     for extra, last in ranks(2).run(nothing_between_reports, stage):
-        assert extra <= 2 + 3  # two reports, one exchange of names
+        assert extra == 2 + 2  # two reports, and one exchange of names in two gathers
         assert last == {}
 
 
@@ -403,3 +406,47 @@ def test_what_is_complete_is_published_at_the_end(ranks, tmp_path, end):
     assert ranks(2).run(unfinished_report, end, str(tmp_path)) == [[], []]
     rows = Path(tmp_path / "job/Train_Samples_train_loss.csv").read_text().split()
     assert rows == ["step,train_loss", "4,0.5"]
+
+
+def test_the_end_does_not_wait_for_values_that_never_come():
+    class Never(LateReadback):
+        def ready(self):
+            return False
+
+    published = []
+    metrics = DeferredMetrics(
+        device="cpu",
+        interval=1,
+        all_reduce=lambda pack: None,
+        gather_names=lambda names: [names],
+        publish=lambda values, samples: published.append(values),
+        readback=Never,
+    )
+    metrics.add("loss", 1.0, 1)
+    metrics.end_of_step(1, 1)
+    metrics.finish(patience=0.0)
+    assert published == []
+    assert metrics.last == {}
+
+
+AT_EXIT = """
+from ds_lazyreduce.metrics import DeferredMetrics
+from tests.test_deferred_loss import LateReadback
+
+def publish(values, samples):
+    print(values, samples)
+
+metrics = DeferredMetrics(
+    device="cpu", interval=1, all_reduce=lambda pack: None, gather_names=lambda names: [names],
+    publish=publish, readback=LateReadback,
+)
+metrics.finish_at_exit()
+metrics.add("loss", 1.0, 2)
+metrics.end_of_step(1, 8)
+print("done")
+"""
+
+
+def test_the_interpreters_exit_publishes():
+    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=240)
+    assert done.stdout.split("\n")[:2] == ["done", "{'loss': 0.5} 8"], done.stderr

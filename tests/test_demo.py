@@ -47,9 +47,7 @@ def write_config(tmp_path):
 
 def test_plain_zero2_traffic():
     # from the last: 30 fills a bucket, 10 and 20 share one, 100 goes alone; each is sent at 4 micro-steps
-    traffic = plain_zero2_traffic(
-        [100, 20, 10, 30], bucket_size=30, element_bytes=2, world_size=4, micro_steps=4
-    )
+    traffic = plain_zero2_traffic([100, 20, 10, 30], bucket_size=30, element_bytes=2, world_size=4, micro_steps=4)
     assert traffic == (3 * 4, 2 * 3 / 4 * 160 * 2 * 4)
 
 
@@ -70,9 +68,7 @@ def test_table_without_a_reported_loss():
     report = dict.fromkeys(("gradient_collectives", "scalar_collectives", "metric_collectives"), 20)
     report |= {"bytes_sent": 1000, "peak_buffer_bytes": 99, "kernel": "torch"}
     report |= {"collective": "all_to_all", "wire_dtype": "bf16"}
-    table = closing_table(
-        report, config=CONFIG, sizes=[6], world_size=2, steps=10, micro_steps=4, losses=(None, None)
-    )
+    table = closing_table(report, config=CONFIG, sizes=[6], world_size=2, steps=10, micro_steps=4, losses=(None, None))
     assert "not reported -> not reported" in table
     assert re.search(r"gradient bytes sent +100 +48\n", table)  # 2 (N-1)/N x 6 elements x 2 bytes x 4
 
@@ -201,8 +197,7 @@ def test_demo_on_two_ranks(tmp_path, write_config, warm_extensions):
     assert re.search(r"tokens/s", stdout)
     # half of what the all-reduce sends, up to the padding of shards
     ours, stock = (
-        int(cell.replace(",", ""))
-        for cell in re.search(r"gradient bytes sent +(\S+) +(\S+)", stdout).groups()
+        int(cell.replace(",", "")) for cell in re.search(r"gradient bytes sent +(\S+) +(\S+)", stdout).groups()
     )
     assert stock / 2 <= ours < 1.1 * stock / 2
 

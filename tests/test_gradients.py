@@ -273,22 +273,25 @@ def test_awkward_sizes(ranks, world, sizes, bucket, wire):
             assert torch.equal(weights[f"params.{k}"], expected)
         assert all(call.numel > 0 for call in exchanges)
         assert len(exchanges) == 2 * report["buckets"]
-        # nothing but what carry_over keeps in flight outlives the backward pass
-        assert live <= 2 * max(call.bytes for call in exchanges)
+        assert live == 0  # at the boundary no buffer outlives the backward pass
         assert report["wire_dtype"] == ("fp32" if wire == "fp32" else "bf16")
 
 
-def without_carry_over(sizes):
+def bytes_after_backward(sizes, carry_over):
     model = Sizes(sizes)
     engine = make_engine(
-        model, torch.optim.SGD(model.parameters(), lr=1.0), base_config(lazy=_partition(carry_over=False))
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        base_config(lazy=_partition(carry_over=carry_over), gradient_accumulation_steps=2),
     )
     engine.backward(engine(1.0))
     return engine.optimizer._pool.live_bytes
 
 
-def test_no_buffer_outlives_backward_without_carry_over(ranks):
-    assert ranks(2).run(without_carry_over, [5000, 10, 5000]) == [0, 0]
+def test_only_what_is_carried_over_outlives_a_backward_pass(ranks):
+    assert ranks(2).run(bytes_after_backward, [5000, 10, 3000], False) == [0, 0]
+    # send and receive buffer of the last bucket, which holds all of the small model
+    assert ranks(2).run(bytes_after_backward, [5000, 10, 3000], True) == [2 * 2 * 8012] * 2
 
 
 def gradient_sum():

@@ -28,9 +28,10 @@ def _need_libraries():
 
 
 @pytest.fixture(scope="module")
-def pool(warm_extensions):
+def pool(request):
     _need_libraries()
-    with RankPool(2, extensions_dir=warm_extensions, env=ENV) as pool:
+    extensions_dir = request.getfixturevalue("warm_extensions")  # not before it is known to be needed
+    with RankPool(2, extensions_dir=extensions_dir, env=ENV) as pool:
         yield pool
 
 
@@ -317,7 +318,7 @@ def trainer_config(lazy, **over):
 
 
 def train(ds_config, output_dir, **over):
-    """-> {logged name: [its values]}, the loss our engine reported at each log, and facts about the engine."""
+    """-> what Trainer logged, the loss that our engine had reported at each log, facts about the engine."""
     from transformers import TrainerCallback
 
     import ds_lazyreduce
@@ -356,9 +357,7 @@ def trainer_in_one_process():
         total = 0.0
         for sample in window:
             logits = model(input_ids=sample["input_ids"].unsqueeze(0)).logits[0, :-1]
-            loss = torch.nn.functional.cross_entropy(
-                logits, sample["labels"][1:], ignore_index=-100, reduction="sum"
-            )
+            loss = torch.nn.functional.cross_entropy(logits, sample["labels"][1:], ignore_index=-100, reduction="sum")
             (loss / tokens).backward()
             total += loss.item()
         losses.append(total / tokens)
@@ -445,7 +444,7 @@ def test_save_model(pool, tmp_path):
 # ---- under the launcher
 
 
-# Nothing in it knows of ds_lazyreduce.
+# It registers nothing: that is the shim's part.
 SCRIPT = """
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 from tests.test_huggingface import fresh_state, tiny_llama, uneven_samples
@@ -460,8 +459,8 @@ print("RANK%d" % args.process_index, report["gradient_collectives"] // report["b
 
 
 @pytest.mark.timeout(200)
-def test_unchanged_trainer_script_under_the_launcher(tmp_path, warm_extensions, monkeypatch):
-    _need_libraries()
+def test_unchanged_trainer_script_under_the_launcher(pool, tmp_path, monkeypatch):
+    pool.close()  # two jobs' worth of processes is enough
     for name, value in ENV.items():
         monkeypatch.setenv(name, value)
     (tmp_path / "train.py").write_text(SCRIPT)

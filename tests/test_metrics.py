@@ -377,9 +377,7 @@ def test_every_sum_is_reported_exactly_once(events, ranks, interval, readback):
                 return rows
 
         published = []
-        metrics = group.metrics(
-            rank, interval, readback=Recording, publish=lambda values, _: published.append(values)
-        )
+        metrics = group.metrics(rank, interval, readback=Recording, publish=lambda values, _: published.append(values))
         steps = 0
         for event in [*events, ("flush",)]:
             if event[0] == "add":

@@ -64,9 +64,7 @@ def tensor_parallel(lazy):
     engine = make_engine(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        base_config(
-            lazy=lazy and {"gradient_partition": {"bucket_size": 10}}, gradient_clipping=1.0, precision="fp32"
-        ),
+        base_config(lazy=lazy and {"gradient_partition": {"bucket_size": 10}}, gradient_clipping=1.0, precision="fp32"),
         mpu=mpu,
     )
     norms = []

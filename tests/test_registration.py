@@ -107,7 +107,7 @@ def refused(lazy, over):
 @pytest.mark.parametrize(
     "lazy,over,message",
     [
-        ({"gradient_partition": {"max_in_fligth": 2}}, {}, "max_in_fligth.*did you mean \"max_in_flight\""),
+        ({"gradient_partition": {"max_in_fligth": 2}}, {}, 'max_in_fligth.*did you mean "max_in_flight"'),
         ({"gradient_partition": {"bucket_size": 0}}, {}, r"lazy_reduce.gradient_partition.bucket_size: got 0"),
         ({"deferred_loss": {"interval": 0}}, {}, r"lazy_reduce.deferred_loss.interval: got 0"),
         (True, {"zero_optimization": {"stage": 1}}, "zero_optimization.stage: got 1; expected 2"),

@@ -57,9 +57,7 @@ class TestParseCommand:
             ["--local_rank=0", "x"],
         )
 
-    @pytest.mark.parametrize(
-        "arguments", [[], ["--local_rank=0"], ["-m"], ["--local_rank=0", "-m"], ["--steps", "1"]]
-    )
+    @pytest.mark.parametrize("arguments", [[], ["--local_rank=0"], ["-m"], ["--local_rank=0", "-m"], ["--steps", "1"]])
     def test_no_script(self, arguments):
         with pytest.raises(TargetError, match="no script given"):
             parse_command(arguments)
@@ -72,9 +70,7 @@ def test_script_sees_what_python_gives_it(tmp_path):
     (tmp_path / "link.py").symlink_to(real / "train.py")
     for script in ("real/train.py", "link.py"):
         direct = seen(run_python([script, "--local_rank=0", "-x"], tmp_path))
-        assert direct == seen(
-            run_python(["-m", "ds_lazyreduce.run", "--local_rank=0", script, "-x"], tmp_path)
-        )
+        assert direct == seen(run_python(["-m", "ds_lazyreduce.run", "--local_rank=0", script, "-x"], tmp_path))
 
 
 def test_module_sees_what_python_gives_it(tmp_path):
@@ -82,9 +78,7 @@ def test_module_sees_what_python_gives_it(tmp_path):
     (tmp_path / "pkg" / "__init__.py").touch()
     (tmp_path / "pkg" / "train.py").write_text(LOOK)
     direct = seen(run_python(["-m", "pkg.train", "--local_rank=0", "-x"], tmp_path))
-    assert direct == seen(
-        run_python(["-m", "ds_lazyreduce.run", "--local_rank=0", "-m", "pkg.train", "-x"], tmp_path)
-    )
+    assert direct == seen(run_python(["-m", "ds_lazyreduce.run", "--local_rank=0", "-m", "pkg.train", "-x"], tmp_path))
 
 
 class TestCheckTarget:
@@ -134,9 +128,7 @@ print("RANK" + os.environ["RANK"] + json.dumps(engine.lazy_reduce_report()))
 @pytest.mark.timeout(600)  # includes building the extension, if this test is the first
 def test_unchanged_script_under_the_launcher(tmp_path, warm_extensions):
     (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "c.json").write_text(
-        json.dumps(base_config(lazy={"gradient_partition": {"kernel": "torch"}}))
-    )
+    (tmp_path / "c.json").write_text(json.dumps(base_config(lazy={"gradient_partition": {"kernel": "torch"}})))
     code, stdout, stderr = launch("ds_lazyreduce.run", ["train.py", "--deepspeed_config", "c.json"], tmp_path)
     assert code == 0, stdout + stderr
     for rank in (0, 1):

@@ -3,7 +3,7 @@
 import logging
 import math
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from ds_lazyreduce.accumulate import fused_accumulate
 from ds_lazyreduce.token_window import TokenWindow
 
 from .harness import CollectiveRecorder, OneVec, base_config, make_engine, masters
+from .test_process_groups import Sharded, TensorParallel
 
 N = 8
 
@@ -22,10 +23,10 @@ def _rank():
     return dist.get_rank()
 
 
-def _engine(*, reduction="sum", precision="fp32", normalize=True, bucket=64, **over):
+def _engine(*, reduction="sum", precision="fp32", normalize=True, bucket=64, reduce_every=1, **over):
     """lr 1 on zeros: after the first step the master is minus the gradient."""
     lazy = {
-        "gradient_partition": {"bucket_size": bucket},
+        "gradient_partition": {"bucket_size": bucket, "reduce_every": reduce_every},
         "token_normalization": {"enabled": normalize, "loss_reduction": reduction},
     }
     model = OneVec(N)
@@ -48,7 +49,29 @@ def _gradient(engine, before=0.0):
 CASE_12 = [[(10, 10), (2, 1)], [(3, 1), (0, 0)]]  # (loss sum, tokens) of each micro-step of each rank
 
 
-def run_windows(windows, *, tensor=False, reduction="sum", empty_is_nan=False, **over):
+@contextmanager
+def _counts_as(kind):
+    """What makes a num_tokens argument: an int, a CPU tensor, or a tensor that stays off the host.
+
+    The last is a CPU tensor, too, which takes the way of a device tensor.
+    """
+    import ds_lazyreduce.engine as module
+
+    checked = module._checked_tokens
+    if kind == "device tensor":
+        module._checked_tokens = lambda tokens: tokens
+    try:
+        yield int if kind == "int" else torch.tensor
+    finally:
+        module._checked_tokens = checked
+
+
+def run_windows(windows, *, kind="int", **over):
+    with _counts_as(kind) as count:
+        return _run_windows(windows, count, **over)
+
+
+def _run_windows(windows, count, reduction="sum", empty_is_nan=False, **over):
     """`windows[rank]` is a list of (loss sum, tokens); returns the gradient and the reported loss."""
     engine = _engine(reduction=reduction, gradient_accumulation_steps=len(windows[_rank()]), **over)
     for total, tokens in windows[_rank()]:
@@ -57,26 +80,49 @@ def run_windows(windows, *, tensor=False, reduction="sum", empty_is_nan=False, *
             loss = loss / tokens  # NaN without tokens, and so is its gradient
         elif tokens == 0 and empty_is_nan:
             loss = loss * math.nan
-        engine.backward(loss, num_tokens=torch.tensor(tokens) if tensor else tokens)
+        engine.backward(loss, num_tokens=count(tokens))
         engine.step()
     return _gradient(engine), engine.flush_metrics()["train_loss"], engine.lazy_reduce_report()
 
 
-@pytest.mark.parametrize("empty_is_nan", [False, True])
-@pytest.mark.parametrize("tensor", [False, True])
+@pytest.mark.parametrize("kind", ["int", "tensor", "device tensor"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_accumulation_equals_the_full_batch(ranks, reduction, precision, tensor, empty_is_nan):
+@pytest.mark.parametrize("reduction, empty_is_nan", [("sum", False), ("sum", True), ("mean", True)])
+def test_accumulation_equals_the_full_batch(ranks, reduction, empty_is_nan, precision, kind):
     # case 12: transformers#34242, torchtitan#2206
-    if reduction == "mean" and not empty_is_nan:
-        pytest.skip("a mean over no tokens is always NaN")
-    results = ranks(2).run(
-        run_windows, CASE_12, tensor=tensor, reduction=reduction, empty_is_nan=empty_is_nan, precision=precision
-    )
+    over = {"kind": kind, "reduction": reduction, "empty_is_nan": empty_is_nan, "precision": precision}
+    results = ranks(2).run(run_windows, CASE_12, **over)
     for gradient, loss, report in results:
         assert gradient == 1.25
         assert loss == 1.25
         assert report["scalar_collectives"] == 1
+
+
+@pytest.mark.parametrize("kind", ["int", "device tensor"])
+@pytest.mark.parametrize("reduce_every", [2, "boundary"])
+def test_local_accumulation_masks_empty_micro_steps(ranks, reduce_every, kind):
+    over = {"kind": kind, "reduce_every": reduce_every, "empty_is_nan": True}
+    for gradient, loss, _ in ranks(2).run(run_windows, CASE_12, **over):
+        assert gradient == loss == 1.25
+
+
+def bf16_losses():
+    """Means in bf16 over odd numbers of tokens, of which bf16 keeps three digits."""
+    engine = _engine(reduction="mean", precision="bf16", gradient_accumulation_steps=2)
+    losses = []
+    for tokens in (1001, 2003):
+        loss = engine(_x(1, engine)) + 3.14 * (1 + _rank())
+        losses.append((loss.item(), tokens))
+        engine.backward(loss, num_tokens=tokens)
+        engine.step()
+    return losses, engine.flush_metrics()["train_loss"]
+
+
+def test_the_report_weighs_bf16_losses_exactly(ranks):
+    results = ranks(2).run(bf16_losses)
+    pairs = [pair for losses, _ in results for pair in losses]
+    mean = sum(loss * tokens for loss, tokens in pairs) / sum(tokens for _, tokens in pairs)
+    assert [value for _, value in results] == pytest.approx([mean] * 2, rel=1e-12)
 
 
 def test_a_rank_without_any_tokens(ranks):
@@ -85,7 +131,7 @@ def test_a_rank_without_any_tokens(ranks):
         assert gradient == loss == 2.0
 
 
-def split_of_tokens(seed, reduction):
+def split_of_tokens(seed, reduction, reduce_every):
     """The same tokens, split over ranks and micro-steps at random, empty parts included."""
     from deepspeed import comm as dist
 
@@ -97,7 +143,9 @@ def split_of_tokens(seed, reduction):
     usable = chosen.sample(range(len(parts)), max(1, len(parts) - chosen.randint(0, 3)))
     for token in tokens:
         parts[chosen.choice(usable)].append(token)
-    engine = _engine(reduction=reduction, gradient_accumulation_steps=steps, bucket=3)
+    engine = _engine(
+        reduction=reduction, gradient_accumulation_steps=steps, bucket=3, reduce_every=reduce_every
+    )
     for part in parts[_rank() * steps : (_rank() + 1) * steps]:
         x = torch.stack(part).float() if part else torch.zeros(0, N)
         loss = engine(x)
@@ -107,10 +155,11 @@ def split_of_tokens(seed, reduction):
     return ((masters(engine)["w"] + reference) / reference).abs().max().item()
 
 
+@pytest.mark.parametrize("reduce_every", [1, 2, "boundary"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_split_gives_the_same_gradient(ranks, seed, reduction):
-    for error in ranks(2).run(split_of_tokens, seed, reduction):
+def test_any_split_gives_the_same_gradient(ranks, seed, reduction, reduce_every):
+    for error in ranks(2).run(split_of_tokens, seed, reduction, reduce_every):
         assert error < 1e-6
 
 
@@ -154,7 +203,7 @@ def test_clipping_and_the_norm_see_the_normalized_gradient(ranks, clip):
 # ---- windows without tokens
 
 
-def empty_windows(tensor):
+def empty_windows(kind):
     lines = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -166,7 +215,8 @@ def empty_windows(tensor):
             before = masters(engine)["w"][0].item()
             for _ in range(2):
                 loss = engine(_x(tokens, engine)) * (1.0 if tokens else math.nan)
-                engine.backward(loss, num_tokens=torch.tensor(tokens) if tensor else tokens)
+                with _counts_as(kind) as count:
+                    engine.backward(loss, num_tokens=count(tokens))
                 engine.step()
             skipped.append(engine.skipped_steps)
             gradients.append(_gradient(engine, before))
@@ -175,9 +225,9 @@ def empty_windows(tensor):
     return skipped, gradients, sum("no rank had tokens" in line for line in lines)
 
 
-@pytest.mark.parametrize("tensor", [False, True])
-def test_a_window_without_tokens_is_skipped(ranks, tensor):
-    results = ranks(2).run(empty_windows, tensor)
+@pytest.mark.parametrize("kind", ["int", "device tensor"])
+def test_a_window_without_tokens_is_skipped(ranks, kind):
+    results = ranks(2).run(empty_windows, kind)
     for rank, (skipped, gradients, warnings) in enumerate(results):
         assert skipped == [0, 1, 2, 2]
         assert gradients == [1.0, 0.0, 0.0, 1.0]
@@ -357,3 +407,23 @@ def test_counts_of_ints_and_tensors_add_up_exactly():
     assert window.total() == 2**24 + 4 and first == 2**24
     window.restart(8.0)
     assert window.total() == 0
+
+
+# ---- tensor parallelism
+
+
+def tensor_parallel():
+    mpu = TensorParallel()
+    model = Sharded(mpu.model_rank)
+    config = base_config(precision="fp32", lazy={"token_normalization": {"enabled": True}})
+    engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=1.0), config, mpu=mpu)
+    engine.backward(engine(1.0 + mpu.data_rank), num_tokens=3)
+    engine.step()
+    weights = {name: set(weight.tolist()) for name, weight in masters(engine).items()}
+    return weights, mpu.model_rank, float(engine.get_global_grad_norm())
+
+
+def test_tensor_parallel_ranks_see_the_same_tokens(ranks):
+    for weights, model_rank, norm in ranks(4).run(tensor_parallel):
+        assert weights == {"sharded": {1 - (1 + model_rank) * 3 / 6}, "replicated": {1 - 3 / 6}}
+        assert norm == pytest.approx(math.sqrt(24 * (0.5**2 + 1.0**2) + 9 * 0.5**2), rel=1e-6)

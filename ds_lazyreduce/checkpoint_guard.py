@@ -1,0 +1,191 @@
+"""Checks a checkpoint as a whole before anything is loaded from it: the engine's side of stock-layout state.
+
+Stock loads the module first and finds out afterwards, on one rank, that the optimizer's file is damaged or made
+for another number of ranks. State in stock layout is exchanged between ranks on the way in, so that the others
+would wait for that rank. Here every rank reads its files first, all agree, and either all load or all raise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from deepspeed import comm as dist
+
+from .checkpoint import CheckpointError
+
+_KEYS_OF_A_FILE = {"module", "optimizer_state_dict"}  # a model's file has the first, an optimizer's the second
+
+
+@dataclass
+class _Load:
+    """One ``load_checkpoint`` in progress."""
+
+    directory: str
+    tag: str
+    reads_zero_files: bool
+    checks_names: bool
+    agreed: bool = False
+    zero_states: list | None = None
+    zero_files: list[str] = field(default_factory=list)
+
+
+class CheckpointGuardMixin:
+    """What an engine with a gradient partition does around stock's ``load_checkpoint``."""
+
+    _load: _Load | None = None
+
+    def _get_zero_param_shapes(self):
+        if not self._lazy.gradient_partition.enabled:
+            return super()._get_zero_param_shapes()
+        with self.optimizer.stock_parameter_order():
+            return super()._get_zero_param_shapes()
+
+    def _load_checkpoint(
+        self,
+        load_dir,
+        tag,
+        load_module_strict=True,
+        load_optimizer_states=True,
+        load_lr_scheduler_states=True,
+        load_module_only=False,
+        custom_load_fn=None,
+    ):
+        arguments = dict(
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            load_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+        if not self._lazy.gradient_partition.enabled:
+            return super()._load_checkpoint(load_dir, tag, **arguments)
+        self._load = load = _Load(
+            directory=load_dir,
+            tag=str(tag),
+            reads_zero_files=load_optimizer_states and not load_module_only and not self.load_universal_checkpoint(),
+            checks_names=load_module_strict and custom_load_fn is None,
+        )
+        with self._errors_that_name_the_file():
+            try:
+                if self.load_universal_checkpoint():
+                    self.optimizer.check_universal_folder(os.path.join(load_dir, load.tag, "zero"))
+                result = super()._load_checkpoint(load_dir, tag, **arguments)
+            except Exception as error:
+                if not load.agreed:
+                    self._agree(load, error)
+                raise
+        if not load.agreed:  # nothing to load was found, or a universal checkpoint, whose weights follow
+            self._agree(load, None)
+        return result
+
+    def load_module_state_dict(self, checkpoint, *args, **kwargs):
+        """Stock's ``load_module_state_dict``; within ``load_checkpoint`` all ranks first check what they read."""
+        load = self._load
+        if load is not None and not load.agreed:
+            error, signature = None, None
+            try:
+                signature = self._check_files(load, checkpoint)
+            except Exception as caught:
+                error = caught
+            self._agree(load, error, signature)
+        return super().load_module_state_dict(checkpoint, *args, **kwargs)
+
+    def _check_files(self, load: _Load, checkpoint: dict):
+        if not load.reads_zero_files:
+            return None
+        missing = {"dp_world_size", "param_shapes"} - set(checkpoint)
+        if missing:
+            raise CheckpointError(f"{load.directory}, tag {load.tag}: the model's file lacks {sorted(missing)}")
+        saved_ranks = checkpoint["dp_world_size"]
+        if saved_ranks != self.seq_dp_world_size:
+            raise CheckpointError(
+                f"{load.directory}, tag {load.tag}: saved by {saved_ranks} data-parallel ranks, now there are "
+                f"{self.seq_dp_world_size}; convert it to a universal checkpoint, or load with "
+                "load_optimizer_states=False"
+            )
+        self._check_shapes(load, checkpoint["param_shapes"])
+        before = getattr(self, "loaded_checkpoint_dp_world_size", None)
+        self.loaded_checkpoint_dp_world_size = saved_ranks
+        try:
+            load.zero_states = self._get_all_zero_checkpoints(load.directory, load.tag)
+        finally:
+            self.loaded_checkpoint_dp_world_size = before
+        own = dist.get_rank(group=self.optimizer.dp_process_group)
+        signature = None
+        for rank, (state, file) in enumerate(zip(load.zero_states, load.zero_files, strict=True)):
+            if state is None and rank != own:
+                continue
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{file}: not a ZeRO checkpoint")
+            keys = self.optimizer.check_stock_state(state, file)
+            signature = keys if rank == own else signature
+        return signature
+
+    def _check_shapes(self, load: _Load, saved) -> None:
+        ours = self._get_zero_param_shapes()
+        where = f"{load.directory}, tag {load.tag}"
+        if saved is None or len(saved) != len(ours):
+            count = None if saved is None else len(saved)
+            raise CheckpointError(f"{where}: has {count} param groups, the optimizer {len(ours)}")
+        for g, (theirs, mine) in enumerate(zip(saved, ours, strict=True)):
+            if len(theirs) != len(mine):
+                raise CheckpointError(f"{where}: param group {g} has {len(theirs)} parameters, expected {len(mine)}")
+            for (name, shape), (own_name, own_shape) in zip(theirs.items(), mine.items(), strict=True):
+                if tuple(shape) != tuple(own_shape) or (load.checks_names and name != own_name):
+                    raise CheckpointError(
+                        f"{where}: param group {g} has {name!r} {tuple(shape)} where the optimizer has "
+                        f"{own_name!r} {tuple(own_shape)}"
+                    )
+
+    def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names):
+        load = self._load
+        if load is None:
+            return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
+        if load.zero_states is None:
+            load.zero_files = list(zero_ckpt_names)
+            return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
+        states, load.zero_states = load.zero_states, None
+        return states
+
+    @contextmanager
+    def _errors_that_name_the_file(self) -> Iterator[None]:
+        """Errors of reading a file say which: torch's mention neither name nor place."""
+        engine = self.checkpoint_engine
+        read = engine.load
+
+        def load(path, *args, **kwargs):
+            try:
+                content = read(path, *args, **kwargs)
+            except Exception as error:
+                raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+            if not isinstance(content, dict) or not content.keys() & _KEYS_OF_A_FILE:
+                raise CheckpointError(f"{path}: not a DeepSpeed checkpoint")
+            return content
+
+        engine.load = load
+        try:
+            yield
+        finally:
+            del engine.load
+
+    def _agree(self, load: _Load, error: Exception | None, signature=None) -> None:
+        """Raises on every rank if ``error`` is set on any, or if what they read differs. Collective."""
+        load.agreed = True
+        answers: list = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, (None if error is None else str(error), signature))
+        if error is not None:
+            load.zero_states = None
+            raise error
+        for rank, (message, _) in enumerate(answers):
+            if message is not None:
+                load.zero_states = None
+                raise CheckpointError(f"rank {rank}: {message}")
+        for rank, (_, other) in enumerate(answers):
+            if other != signature:
+                load.zero_states = None
+                raise CheckpointError(
+                    f"{load.directory}, tag {load.tag}: rank {rank} read optimizer state {other}, this rank {signature}"
+                )
