@@ -16,8 +16,6 @@ from deepspeed import comm as dist
 
 from .checkpoint import CheckpointError
 
-_KEYS_OF_A_FILE = {"module", "optimizer_state_dict"}  # a model's file has the first, an optimizer's the second
-
 
 @dataclass
 class _Load:
@@ -42,6 +40,11 @@ class CheckpointGuardMixin:
             return super()._get_zero_param_shapes()
         with self.optimizer.stock_parameter_order():
             return super()._get_zero_param_shapes()
+
+    def save_checkpoint(self, *args, **kwargs):
+        if self._lazy.gradient_partition.enabled:
+            self.optimizer.check_state_is_elementwise()  # rather than once half the files are written
+        return super().save_checkpoint(*args, **kwargs)
 
     def _load_checkpoint(
         self,
@@ -94,39 +97,44 @@ class CheckpointGuardMixin:
         return super().load_module_state_dict(checkpoint, *args, **kwargs)
 
     def _check_files(self, load: _Load, checkpoint: dict):
+        where = f"{load.directory}, tag {load.tag}"
+        missing = {"module", "dp_world_size", "param_shapes"} - set(checkpoint)
+        if missing:
+            raise CheckpointError(f"{self._get_ckpt_name(load.directory, load.tag)}: lacks {sorted(missing)}")
         if not load.reads_zero_files:
             return None
-        missing = {"dp_world_size", "param_shapes"} - set(checkpoint)
-        if missing:
-            raise CheckpointError(f"{load.directory}, tag {load.tag}: the model's file lacks {sorted(missing)}")
         saved_ranks = checkpoint["dp_world_size"]
         if saved_ranks != self.seq_dp_world_size:
             raise CheckpointError(
-                f"{load.directory}, tag {load.tag}: saved by {saved_ranks} data-parallel ranks, now there are "
-                f"{self.seq_dp_world_size}; convert it to a universal checkpoint, or load with "
-                "load_optimizer_states=False"
+                f"{where}: saved by {saved_ranks} data-parallel ranks, now there are {self.seq_dp_world_size}; convert "
+                "it to a universal checkpoint, or load with load_optimizer_states=False"
             )
-        self._check_shapes(load, checkpoint["param_shapes"])
+        self._check_shapes(where, checkpoint["param_shapes"], load.checks_names)
         before = getattr(self, "loaded_checkpoint_dp_world_size", None)
         self.loaded_checkpoint_dp_world_size = saved_ranks
         try:
             load.zero_states = self._get_all_zero_checkpoints(load.directory, load.tag)
+            return self._check_zero_states(load)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            own = load.zero_files[dist.get_rank(group=self.optimizer.dp_process_group)]
+            raise CheckpointError(f"{own}: not a ZeRO checkpoint: {type(error).__name__}: {error}") from error
         finally:
             self.loaded_checkpoint_dp_world_size = before
+
+    def _check_zero_states(self, load: _Load):
         own = dist.get_rank(group=self.optimizer.dp_process_group)
         signature = None
         for rank, (state, file) in enumerate(zip(load.zero_states, load.zero_files, strict=True)):
             if state is None and rank != own:
-                continue
+                continue  # only an elastic checkpoint is read as a whole by every rank
             if not isinstance(state, dict):
                 raise CheckpointError(f"{file}: not a ZeRO checkpoint")
             keys = self.optimizer.check_stock_state(state, file)
             signature = keys if rank == own else signature
         return signature
 
-    def _check_shapes(self, load: _Load, saved) -> None:
+    def _check_shapes(self, where: str, saved, checks_names: bool) -> None:
         ours = self._get_zero_param_shapes()
-        where = f"{load.directory}, tag {load.tag}"
         if saved is None or len(saved) != len(ours):
             count = None if saved is None else len(saved)
             raise CheckpointError(f"{where}: has {count} param groups, the optimizer {len(ours)}")
@@ -134,7 +142,7 @@ class CheckpointGuardMixin:
             if len(theirs) != len(mine):
                 raise CheckpointError(f"{where}: param group {g} has {len(theirs)} parameters, expected {len(mine)}")
             for (name, shape), (own_name, own_shape) in zip(theirs.items(), mine.items(), strict=True):
-                if tuple(shape) != tuple(own_shape) or (load.checks_names and name != own_name):
+                if tuple(shape) != tuple(own_shape) or (checks_names and name != own_name):
                     raise CheckpointError(
                         f"{where}: param group {g} has {name!r} {tuple(shape)} where the optimizer has "
                         f"{own_name!r} {tuple(own_shape)}"
@@ -161,7 +169,7 @@ class CheckpointGuardMixin:
                 content = read(path, *args, **kwargs)
             except Exception as error:
                 raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-            if not isinstance(content, dict) or not content.keys() & _KEYS_OF_A_FILE:
+            if not isinstance(content, dict):
                 raise CheckpointError(f"{path}: not a DeepSpeed checkpoint")
             return content
 

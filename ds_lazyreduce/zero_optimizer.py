@@ -190,6 +190,9 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         start, stop = self._shard_range[bucket.index]
         self._settings.accumulate(user_group.gradient[start:stop], rows, self._scale)
 
+    def _settle_gradients(self) -> None:
+        self.chain.drain()
+
     def _complete_for_reader(self) -> None:
         if self.chain.is_open:
             return  # the base class's own bookkeeping within a backward pass

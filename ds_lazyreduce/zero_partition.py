@@ -224,6 +224,7 @@ class BucketedZeroOptimizer(DeepSpeedZeroOptimizer):
         with self._one_param_group_per_bucket():
             super().destroy()
 
-    def offload_states(self, *args, **kwargs):
-        # The base class moves each partition by itself, which would tear the joined masters apart.
-        raise NotImplementedError("offload_states() is not available with lazy_reduce.gradient_partition yet")
+    def _link_optimizer_state(self) -> None:
+        """Links parameters to optimizer state that was replaced."""
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()

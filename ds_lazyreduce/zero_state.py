@@ -8,61 +8,31 @@ were exchanged between the ranks on the way in or out.
 from __future__ import annotations
 
 import math
-import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from .checkpoint import CheckpointError
 from .layout_exchange import LayoutExchange
-from .stock_layout import Placement, StockLayout, plan_transfer, stock_layout
-from .zero_partition import BucketedZeroOptimizer, UserGroup
+from .stock_group import StockGroup, place_scalars, replace_settings, replaced, tensors_larger_than_one
+from .stock_layout import Placement, plan_transfer, stock_layout
+from .zero_offload import MovableStateZeroOptimizer
+from .zero_partition import UserGroup
+from .zero_universal import UniversalStateZeroOptimizer
 
 _PARTITIONS = "single_partition_of_fp32_groups"
 _STATE = "base_optimizer_state"
 _ALIGNMENT = "param_alignment_paddings"
 _END_PADDING = "group_paddings"
-_ABSENT = object()
 
 
-@dataclass
-class _StockGroup:
-    """A user group as plain ZeRO-2 would keep it on rank ``rank`` of ``process_group``."""
-
-    user_group: UserGroup
-    layout: StockLayout
-    rank: int
-    process_group: Any
-    exchange: LayoutExchange
-
-    def pull(self, ours: torch.Tensor) -> torch.Tensor:
-        """This rank's stock partition of ``ours``, a tensor that lies as the master does. Collective; on the host."""
-        partition = torch.zeros(self.layout.partition_size, dtype=ours.dtype)
-        self.exchange.forward(ours.detach(), partition)
-        return partition
-
-    def push(self, partition: torch.Tensor, ours: torch.Tensor) -> None:
-        """The reverse of :meth:`pull`; padding in ``ours`` stays as it is."""
-        self.exchange.backward(partition, ours.detach())
-
-    def is_sharded(self, value: Any) -> bool:
-        """Whether ``value``, of the wrapped optimizer's state here, lies as the master does."""
-        return torch.is_tensor(value) and value.shape == self.user_group.master.shape
-
-    def is_partition(self, value: Any) -> bool:
-        """Whether ``value``, of a stock optimizer's state, lies as the stock partition does."""
-        return torch.is_tensor(value) and value.shape == (self.layout.partition_size,)
-
-
-class StockStateZeroOptimizer(BucketedZeroOptimizer):
+class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptimizer):
     """Buckets in memory, plain ZeRO-2 in files."""
 
     def __init__(self, init_optimizer, param_names, *args, round_robin_gradients: bool = False, **kwargs):
@@ -73,10 +43,10 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
     # -- the stock layout ------------------------------------------------------------------------
 
     @cached_property
-    def _stock_groups(self) -> list[_StockGroup]:
+    def _stock_groups(self) -> list[StockGroup]:
         return [self._stock_group(user_group) for user_group in self._user_groups]
 
-    def _stock_group(self, user_group: UserGroup) -> _StockGroup:
+    def _stock_group(self, user_group: UserGroup) -> StockGroup:
         group = self.dp_process_group
         placements = {}
         for i in user_group.buckets:
@@ -91,12 +61,12 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
             numels, dist.get_world_size(group=group), round_robin=self._stock_round_robin, alignment=alignment
         )
         segments = plan_transfer(numels, [placements[param] for param in params], layout.placements())
-        return _StockGroup(user_group, layout, dist.get_rank(group=group), group, LayoutExchange(segments, group))
+        return StockGroup(user_group, layout, dist.get_rank(group=group), group, LayoutExchange(segments, group))
 
     def stock_parameter_order(self):
         """A context in which the optimizer lists its parameters as plain ZeRO-2 does, for ``param_shapes``."""
         ordered = [[g.user_group.params[i] for i in g.layout.order] for g in self._stock_groups]
-        return _replaced(self, {"round_robin_bit16_groups": ordered})
+        return replaced(self, {"round_robin_bit16_groups": ordered})
 
     @contextmanager
     def _stock_view(self, partitions: list[torch.Tensor], states: list[dict]) -> Iterator[None]:
@@ -125,13 +95,13 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
         param_groups = [
             {**g.user_group.group, "params": [partition]} for g, partition in zip(groups, partitions, strict=True)
         ]
-        with _replaced(self, attributes), _replaced(self.optimizer, {"state": state, "param_groups": param_groups}):
+        with replaced(self, attributes), replaced(self.optimizer, {"state": state, "param_groups": param_groups}):
             yield
 
     def _stock_alignment_paddings(self) -> list[list[int]]:
         return [list(g.layout.paddings) for g in self._stock_groups]
 
-    def _slice_mapping(self, group: _StockGroup) -> OrderedDict:
+    def _slice_mapping(self, group: StockGroup) -> OrderedDict:
         return OrderedDict(
             (self.param_names[group.user_group.params[index]], fragment_address(numel=numel, start=start))
             for index, (start, numel) in group.layout.fragments(group.rank).items()
@@ -139,27 +109,35 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
 
     # -- save ------------------------------------------------------------------------------------
 
-    def state_dict(self):
-        """Plain ZeRO-2's state dict, on the host. Collective: every rank of the data-parallel group calls it.
+    def check_state_is_elementwise(self) -> None:
+        """Whether all state of the wrapped optimizer has a place in the stock layout. The same on every rank.
 
         Raises:
-            CheckpointError: the wrapped optimizer keeps state that is neither one number nor of the shape of the
-                fp32 masters (Adafactor's rows and columns, blockwise quantised moments): it has no stock layout.
+            CheckpointError: some is neither one number nor of the shape of the fp32 masters (Adafactor's rows and
+                columns, the scales of quantised moments).
         """
-        ours = [self.optimizer.state.get(g.user_group.master, {}) for g in self._stock_groups]
-        for group, state in zip(self._stock_groups, ours, strict=True):
-            for key, value in state.items():
-                if _tensors_larger_than_one(value) and not group.is_sharded(value):
+        for group in self._stock_groups:
+            for key, value in self.optimizer.state.get(group.user_group.master, {}).items():
+                if tensors_larger_than_one(value) and not group.is_sharded(value):
                     raise CheckpointError(
                         f"state {key!r} of {type(self.optimizer).__name__} is not elementwise: a checkpoint in plain "
                         "DeepSpeed's layout cannot hold it; lazy_reduce.gradient_partition needs an optimizer whose "
                         "state has the shape of its parameters"
                     )
+
+    def state_dict(self):
+        """Plain ZeRO-2's state dict, on the host. Collective: every rank of the data-parallel group calls it.
+
+        Raises:
+            CheckpointError: see :meth:`check_state_is_elementwise`.
+        """
+        self.check_state_is_elementwise()
         partitions, states = [], []
-        for group, state in zip(self._stock_groups, ours, strict=True):
+        for group in self._stock_groups:
             master = group.user_group.master
             partitions.append(torch.zeros(0) if master is None else group.pull(master))
-            states.append({k: group.pull(v) if group.is_sharded(v) else v for k, v in state.items()})
+            state = self.optimizer.state.get(master, {})
+            states.append({key: group.pull(v) if group.is_sharded(v) else v for key, v in state.items()})
         with self._stock_view(partitions, states):
             return super().state_dict()
 
@@ -199,7 +177,7 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
         saved = state[_STATE]
         rigid = isinstance(saved, dict)
         per_group = [saved["state"].get(g, {}) for g in range(len(groups))] if rigid else saved
-        return [sorted(key for key, value in values.items() if _tensors_larger_than_one(value)) for values in per_group]
+        return [sorted(key for key, value in values.items() if tensors_larger_than_one(value)) for values in per_group]
 
     def _load_legacy_checkpoint(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False):
         """The base class's, from plain ZeRO-2's state dicts. Collective."""
@@ -218,12 +196,12 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
             self._restore_from_bit16_weights()
         if load_optimizer_states:
             for group, loaded_group, state in zip(groups, loaded_groups, loaded_states, strict=True):
-                _replace_settings(group.user_group.group, loaded_group)
+                replace_settings(group.user_group.group, loaded_group)
                 if group.user_group.master is not None:
                     self.optimizer.state[group.user_group.master] = self._our_state(group, state)
             self._link_optimizer_state()
 
-    def _blank_state(self, group: _StockGroup) -> dict:
+    def _blank_state(self, group: StockGroup) -> dict:
         # Elastic checkpoints are copied into what state there is. Its values need no exchange: all are replaced.
         state = self.optimizer.state.get(group.user_group.master, {})
         size = group.layout.partition_size
@@ -236,7 +214,7 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
             for key, value in state.items()
         }
 
-    def _our_state(self, group: _StockGroup, loaded: dict) -> dict:
+    def _our_state(self, group: StockGroup, loaded: dict) -> dict:
         master = group.user_group.master
         current = self.optimizer.state.get(master, {})
         state = {}
@@ -249,115 +227,9 @@ class StockStateZeroOptimizer(BucketedZeroOptimizer):
                 group.push(value, ours)
                 value = ours
             state[key] = value
-        _place_scalars(state, group.user_group)
+        place_scalars(state, group.user_group)
         return {key: state[key] for key in loaded}
-
-    def _link_optimizer_state(self) -> None:
-        self._hp_optimizer_states_linked = False
-        self._lazy_init_hp_params_optimizer_state()
-
-    def check_universal_folder(self, folder: str) -> None:
-        """Whether the universal checkpoint in ``folder`` has what this optimizer needs.
-
-        Raises:
-            CheckpointError: it has not; names the file. Nothing has changed.
-        """
-        if any(user_group.master is None for user_group in self._user_groups):
-            raise CheckpointError("a universal checkpoint cannot be loaded with a param group of frozen parameters")
-        path = os.path.join(folder, "optimizer_state.pt")
-        try:
-            groups = torch.load(path, map_location="cpu", weights_only=False)["param_groups"]
-        except Exception as error:
-            raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-        if len(groups) != len(self._user_groups):
-            raise CheckpointError(f"{path}: has {len(groups)} param groups, the optimizer {len(self._user_groups)}")
-        for user_group in self._user_groups:
-            for param in user_group.params:
-                file = os.path.join(folder, self.param_names[param], "fp32.pt")
-                if not os.path.isfile(file):
-                    raise CheckpointError(f"{file}: missing; it should hold {tuple(param.shape)} weights")
-
-    def _load_universal_checkpoint(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights):
-        """The base class's. It needs no exchange: every rank reads its fragments of every parameter's file."""
-        params = [user_group.params for user_group in self._user_groups]
-        try:
-            for user_group in self._user_groups:
-                self._address_within_master(user_group)
-            with _replaced(self, {"bit16_groups": params}):
-                super()._load_universal_checkpoint(checkpoint_folder, load_optimizer_states, load_from_fp32_weights)
-        finally:
-            with self._one_param_group_per_bucket():
-                self._link_all_hp_params()
-        for user_group in self._user_groups:
-            _place_scalars(self.optimizer.state[user_group.master], user_group)
-        self._link_optimizer_state()
-
-    def _address_within_master(self, user_group: UserGroup) -> None:
-        """Makes the user group one flat partition to the base class, which puts optimizer state together by address."""
-        fragments = 0
-        for i in user_group.buckets:
-            base = self._shard_range[i][0]
-            for param in self.bit16_groups[i]:
-                mapping = param._hp_mapping
-                if mapping is not None:
-                    fragments += 1
-                    address = mapping.hp_fragment_address
-                    mapping.hp_fragment_address = fragment_address(numel=address.numel, start=base + address.start)
-        if not fragments:
-            # The rank has padding only. With an empty fragment it still learns the state's names and step.
-            param = user_group.params[0]
-            param._hp_mapping = tensor_fragment(
-                lp_fragment=param.detach().flatten()[:0],
-                lp_fragment_address=fragment_address(numel=0, start=0),
-                hp_fragment=user_group.master.detach()[:0],
-                hp_fragment_address=fragment_address(numel=0, start=0),
-                gradient_dict=self.averaged_gradients,
-                offload_gradient_dict=self.offload_gradient_dict,
-                use_offload=False,
-                param_group_index=user_group.buckets[0],
-            )
 
 
 def _nothing() -> None:
     pass
-
-
-@contextmanager
-def _replaced(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
-    """Instance attributes of ``target`` for the length of the context."""
-    own = vars(target)
-    before = {name: own.get(name, _ABSENT) for name in attributes}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is _ABSENT:
-                own.pop(name, None)
-            else:
-                own[name] = value
-
-
-def _replace_settings(group: dict, loaded: dict) -> None:
-    """Makes ``group`` what ``loaded`` is, in place, with its own parameters: the user may hold a reference."""
-    params = group["params"]
-    settings = {key: value for key, value in loaded.items() if key != "params"}
-    group.clear()
-    group["params"] = params
-    group.update(settings)
-
-
-def _place_scalars(state: dict, user_group: UserGroup) -> None:
-    """Moves one-element tensors to where torch's optimizers keep them: a plain ``step`` on the host."""
-    on_host = {} if user_group.group.get("fused") or user_group.group.get("capturable") else {"step"}
-    for key, value in state.items():
-        if torch.is_tensor(value) and value.numel() == 1 and key not in on_host:
-            state[key] = value.to(user_group.master.device)
-
-
-def _tensors_larger_than_one(value: Any) -> bool:
-    if torch.is_tensor(value):
-        return value.numel() > 1
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, (list, tuple)) and any(_tensors_larger_than_one(item) for item in value)

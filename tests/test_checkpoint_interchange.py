@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from .harness import base_config, make_engine, masters
+from .harness import base_config, make_engine
 
 
 class Net(torch.nn.Module):
@@ -115,6 +115,9 @@ def trainable_masters(engine):
 def moments(engine, key):
     from deepspeed.utils import safe_get_full_optimizer_state
 
+    if not hasattr(engine, "lazy_reduce_report"):  # plain DeepSpeed links the state of its first group only
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
     return {
         name: safe_get_full_optimizer_state(param, key).clone()
         for name, param in engine.module.named_parameters()
@@ -152,8 +155,11 @@ def model_file(folder):
     return torch.load(file, weights_only=False)
 
 
-def assert_same_checkpoints(one, other):
-    assert_same(zero_files(one), zero_files(other))
+def assert_same_checkpoints(one, other, mappings=True):
+    for ours, theirs in zip(zero_files(one), zero_files(other), strict=True):
+        if not mappings:
+            del ours["param_slice_mappings"], theirs["param_slice_mappings"]
+        assert_same(ours, theirs)
     ours, theirs = model_file(one), model_file(other)
     for key in ("module", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"):
         assert_same(ours[key], theirs[key], key)
@@ -191,16 +197,383 @@ VARIANTS = [
     (3, "AdamW", {"parameter_alignment": True}, {}),
     (3, "AdamW", {"round_robin_gradients": True}, {}),
     (2, "stepping", {"elastic_checkpoint": True}, {}),
+    (2, "AdamW", {"offload_optimizer": {"device": "cpu"}}, {"zero_force_ds_cpu_optimizer": False}),
 ]
 
 
 @pytest.mark.parametrize("world,optimizer,zero,over", VARIANTS)
 def test_there_and_back(ranks, tmp_path, world, optimizer, zero, over):
     ranks(world).run(there_and_back, str(tmp_path), optimizer, zero, over)
-    if zero.get("round_robin_gradients"):
-        for file in [*zero_files(tmp_path / "plain"), *zero_files(tmp_path / "lazy"), *zero_files(tmp_path / "again")]:
-            file["param_slice_mappings"] = None
-        assert_same_checkpoints(tmp_path / "lazy", tmp_path / "again")
-        return
-    assert_same_checkpoints(tmp_path / "lazy", tmp_path / "plain")
-    assert_same_checkpoints(tmp_path / "plain", tmp_path / "again")
+    assert_same_checkpoints(tmp_path / "lazy", tmp_path / "plain", mappings=not zero.get("round_robin_gradients"))
+    assert_same_checkpoints(tmp_path / "lazy", tmp_path / "again")
+
+
+def from_plain(folder):
+    plain = build(None)
+    train(plain, 0, 2)
+    plain.save_checkpoint(f"{folder}/plain")
+    saved, first, second = trainable_masters(plain), moments(plain, "exp_avg"), moments(plain, "exp_avg_sq")
+    plain.destroy()
+    lazy = build(150)
+    path, _ = lazy.load_checkpoint(f"{folder}/plain")
+    assert path is not None and lazy.global_steps == 2
+    assert_same(saved, trainable_masters(lazy))
+    assert_same(first, moments(lazy, "exp_avg"))
+    assert_same(second, moments(lazy, "exp_avg_sq"))
+    lazy.save_checkpoint(f"{folder}/lazy")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_plain_deepspeed_trained(ranks, tmp_path, world):
+    ranks(world).run(from_plain, str(tmp_path))
+    assert_same_checkpoints(tmp_path / "plain", tmp_path / "lazy")
+
+
+def in_small_rounds(folder):
+    from ds_lazyreduce import layout_exchange, zero_state
+
+    class Small(layout_exchange.LayoutExchange):
+        def __init__(self, segments, group):
+            super().__init__(segments, group, round_bytes=8 * 50)
+
+    lazy = build(150)
+    train(lazy, 0, 1)
+    lazy.save_checkpoint(f"{folder}/large")
+    lazy.destroy()
+    original, zero_state.LayoutExchange = zero_state.LayoutExchange, Small
+    try:
+        lazy = build(150)
+        lazy.load_checkpoint(f"{folder}/large")
+        lazy.save_checkpoint(f"{folder}/small")
+        exchange = lazy.optimizer._stock_groups[0].exchange
+        assert len(exchange._rounds) > 3
+    finally:
+        zero_state.LayoutExchange = original
+
+
+def test_exchanges_in_rounds_of_bounded_size(ranks, tmp_path):
+    ranks(2).run(in_small_rounds, str(tmp_path))
+    assert_same_checkpoints(tmp_path / "large", tmp_path / "small")
+
+
+def save_trained(folder, bucket=150, steps=2, **keys):
+    engine = build(bucket, **keys)
+    train(engine, 0, steps)
+    engine.save_checkpoint(folder)
+    return trainable_masters(engine), moments(engine, "exp_avg")
+
+
+WITHOUT_US = """
+import glob, sys
+sys.modules["ds_lazyreduce"] = None  # importing it fails from here on
+import torch
+for file in glob.glob(sys.argv[1] + "/*/*.pt"):
+    torch.load(file, weights_only=False)
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+torch.save({k: v.clone() for k, v in get_fp32_state_dict_from_zero_checkpoint(sys.argv[1]).items()}, sys.argv[2])
+"""
+
+
+def test_files_need_nothing_of_this_package(ranks, tmp_path):
+    saved, _ = ranks(2).run(save_trained, str(tmp_path / "lazy"))[0]
+    command = [sys.executable, "-c", WITHOUT_US, str(tmp_path / "lazy"), str(tmp_path / "fp32.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    consolidated = torch.load(tmp_path / "fp32.pt")
+    assert "frozen.weight" in consolidated and "again.weight" in consolidated
+    for name, master in saved.items():
+        assert torch.equal(consolidated[name], master), name
+
+
+def weights_only(folder):
+    expected = build(150)
+    expected.load_checkpoint(folder)
+    expected.save_16bit_model(folder, "model.bin")
+    saved = weights(expected)
+    expected.destroy()
+    for arguments in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        engine = build(400)
+        train(engine, 5, 6)
+        before = moments(engine, "exp_avg")
+        engine.load_checkpoint(folder, **arguments)
+        assert_same(saved, weights(engine))
+        assert_same({name: saved[name].float() for name in before}, trainable_masters(engine))
+        assert_same(before, moments(engine, "exp_avg"))
+        train(engine, 6, 7)
+        engine.destroy()
+
+
+def test_weights_alone(ranks, tmp_path):
+    folder = str(tmp_path / "lazy")
+    ranks(2).run(save_trained, folder)
+    ranks(2).run(weights_only, folder)
+    assert set(torch.load(f"{folder}/model.bin")) == set(Net().state_dict())
+
+
+def masters_from_bit16(folder):
+    engine = build(150, zero={"load_from_fp32_weights": False})
+    engine.load_checkpoint(folder)
+    bit16 = {name: value.float() for name, value in weights(engine).items()}
+    for name, master in trainable_masters(engine).items():
+        assert torch.equal(master, bit16[name])
+    return moments(engine, "exp_avg")
+
+
+def test_masters_from_bit16_weights(ranks, tmp_path):
+    ranks(2).run(save_trained, str(tmp_path))
+    assert ranks(2).run(masters_from_bit16, str(tmp_path))[0]["wide.weight"].abs().sum() > 0
+
+
+def the_users_group_stays(folder):
+    engine = build(150)
+    group = engine.optimizer.param_groups[1]
+    train(engine, 0, 1)
+    group["lr"] = 0.5
+    engine.save_checkpoint(folder)
+    group["lr"] = 0.25
+    engine.load_checkpoint(folder)
+    assert engine.optimizer.param_groups[1] is group and group["lr"] == 0.5
+    assert [p.dim() for p in group["params"]] == [1]
+
+
+def test_settings_are_loaded_into_the_groups_the_user_holds(ranks, tmp_path):
+    ranks(2).run(the_users_group_stays, str(tmp_path))
+
+
+def refused_save(folder):
+    engine = build(150, "Adafactor")
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder)
+
+
+def test_state_that_is_not_elementwise_is_refused(ranks, tmp_path):
+    for error in ranks(2).run_expect_error(refused_save, str(tmp_path)):
+        assert error.type == "CheckpointError" and "'row'" in error.message and "elementwise" in error.message
+
+
+def refused_load(folder, keys):
+    """The error of a load that must change nothing."""
+    engine = build(150, **keys)
+    train(engine, 7, 8)
+    before = weights(engine), trainable_masters(engine), moments(engine, "exp_avg"), engine.get_lr()
+    try:
+        engine.load_checkpoint(folder)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        raise AssertionError("no error")
+    assert_same(before, (weights(engine), trainable_masters(engine), moments(engine, "exp_avg"), engine.get_lr()))
+    train(engine, 8, 9)  # nobody is left waiting
+    return message
+
+
+def damaged(folder, pattern, content=None):
+    (file,) = glob.glob(os.path.join(folder, "*", pattern))
+    if content is None:
+        os.truncate(file, os.path.getsize(file) // 2)
+    else:
+        torch.save(content, file)
+    return file
+
+
+@pytest.mark.parametrize(
+    "pattern,content",
+    [
+        ("*_pp_rank_1_*_optim_states.pt", None),
+        ("*_pp_rank_1_*_optim_states.pt", {"something": 1}),
+        ("*_pp_rank_0_*_optim_states.pt", {"optimizer_state_dict": {"fp32_flat_groups": []}}),
+        ("*model_states.pt", None),
+        ("*model_states.pt", [1, 2]),
+        ("*model_states.pt", {"something": 1}),
+    ],
+)
+def test_damaged_files_are_named_on_every_rank(ranks, tmp_path, pattern, content):
+    ranks(2).run(save_trained, str(tmp_path), steps=1)
+    file = damaged(str(tmp_path), pattern, content)
+    for message in ranks(2).run(refused_load, str(tmp_path), {}):
+        assert message.startswith("CheckpointError") and file in message
+
+
+def test_a_missing_file_is_named_on_every_rank(ranks, tmp_path):
+    ranks(2).run(save_trained, str(tmp_path), steps=1)
+    (file,) = glob.glob(str(tmp_path / "*" / "*_pp_rank_1_*_optim_states.pt"))
+    os.remove(file)
+    for message in ranks(2).run(refused_load, str(tmp_path), {}):
+        assert file in message
+
+
+@pytest.mark.parametrize(
+    "keys,expected",
+    [
+        ({"one_group": True}, "2 param groups"),
+        ({"zero": {"parameter_alignment": True}}, "parameter_alignment"),
+        ({"zero": {"round_robin_gradients": True}}, "param group 0 has"),
+    ],
+)
+def test_other_structure_is_refused(ranks, tmp_path, keys, expected):
+    ranks(2).run(save_trained, str(tmp_path), steps=1)
+    for message in ranks(2).run(refused_load, str(tmp_path), keys):
+        assert expected in message, message
+
+
+def test_another_number_of_ranks_is_refused(ranks, tmp_path):
+    ranks(2).run(save_trained, str(tmp_path), steps=1)
+    for message in ranks(3).run(refused_load, str(tmp_path), {}):
+        assert "saved by 2 data-parallel ranks, now there are 3" in message
+
+
+def to_universal(folder):
+    """Converts the checkpoint as DeepSpeed's tool does; returns the folder that holds it."""
+    from argparse import Namespace
+
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    (source,) = glob.glob(os.path.join(folder, "global_step*"))
+    target = f"{folder}/universal"
+    arguments = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+    main(Namespace(input_folder=source, output_folder=target, inject_missing_state=True, **arguments))
+    with open(f"{folder}/latest_universal", "w", encoding="utf-8") as file:
+        file.write("universal")
+
+
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+
+
+def load_universal(folder, bucket):
+    engine = build(bucket, **UNIVERSAL)
+    engine.load_checkpoint(folder)
+    state = trainable_masters(engine), weights(engine), moments(engine, "exp_avg")
+    train(engine, 2, 3)
+    return state, engine.optimizer.param_groups[0]["weight_decay"]
+
+
+@pytest.mark.parametrize("saved_by", [150, None])
+def test_universal_checkpoints(ranks, tmp_path, saved_by):
+    saved, first = ranks(2).run(save_trained, str(tmp_path), bucket=saved_by)[0]
+    to_universal(str(tmp_path))
+    for world, bucket in ((1, 100), (2, 100), (3, 100), (2, None)):
+        for (masters, bit16, moment), weight_decay in ranks(world).run(load_universal, str(tmp_path), bucket):
+            assert_same(saved, masters)
+            assert_same(first, moment)
+            assert weight_decay == 0.1
+            for name, master in saved.items():
+                assert torch.equal(bit16[name], master.bfloat16())
+
+
+def test_a_universal_checkpoint_that_lacks_a_parameter(ranks, tmp_path):
+    ranks(2).run(save_trained, str(tmp_path))
+    to_universal(str(tmp_path))
+    os.remove(tmp_path / "universal" / "zero" / "odd" / "fp32.pt")
+    for message in ranks(2).run(refused_load, str(tmp_path), UNIVERSAL):
+        assert "odd" in message and "missing" in message
+
+
+def offloaded(folder, kinds):
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    include = [OffloadStateTypeEnum(kind) for kind in kinds] if kinds else None
+    engine = build(150)
+    train(engine, 0, 2)
+    engine.save_checkpoint(f"{folder}/before")
+    saved = trainable_masters(engine), moments(engine, "exp_avg"), weights(engine)
+    engine.backward(engine(torch.ones(3, 7, dtype=torch.bfloat16)))
+    engine.offload_states(include=include, pin_memory=False)
+    engine.save_checkpoint(f"{folder}/offloaded")
+    engine.reload_states()
+    assert_same(saved, (trainable_masters(engine), moments(engine, "exp_avg"), weights(engine)))
+    for user_group in engine.optimizer._user_groups:
+        for i in user_group.buckets:
+            shard = engine.optimizer.single_partition_of_fp32_groups[i]
+            assert shard.untyped_storage().data_ptr() == user_group.master.untyped_storage().data_ptr()
+    engine.step()
+    train(engine, 2, 3)
+    return trainable_masters(engine)
+
+
+def not_offloaded():
+    engine = build(150)
+    train(engine, 0, 2)
+    engine.backward(engine(torch.ones(3, 7, dtype=torch.bfloat16)))
+    engine.step()
+    train(engine, 2, 3)
+    return trainable_masters(engine)
+
+
+def test_offloaded_states_come_back(ranks, tmp_path):
+    expected = ranks(2).run(not_offloaded)
+    for kinds in ([], ["hp_params"], ["lp_params"], ["optim_states"], ["lp_grads"]):
+        folder = tmp_path / "_".join(["all", *kinds])
+        assert_same(expected, ranks(2).run(offloaded, str(folder), kinds))
+        assert_same_checkpoints(folder / "before", folder / "offloaded")
+
+
+def with_frozen_group(folder):
+    """Plain DeepSpeed cannot be built with such a group; here it is empty in the files."""
+    model = Net()
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": list(model.frozen.parameters())}, {"params": trainable}]
+    config = base_config(lazy={"gradient_partition": {"bucket_size": 150}})
+    engine = make_engine(model, torch.optim.AdamW(groups, lr=1e-2), config)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    saved = trainable_masters(engine), moments(engine, "exp_avg")
+    train(engine, 2, 3)
+    engine.load_checkpoint(folder)
+    assert_same(saved, (trainable_masters(engine), moments(engine, "exp_avg")))
+
+
+def test_a_group_of_frozen_parameters(ranks, tmp_path):
+    ranks(2).run(with_frozen_group, str(tmp_path))
+    assert [dict(shapes) for shapes in model_file(tmp_path)["param_shapes"]][0] == {}
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = torch.nn.Linear(8, 8)
+        self.moe = MoE(8, torch.nn.Linear(8, 8), num_experts=2, ep_size=2, k=1, use_rts=False, capacity_factor=4.0)
+
+    def forward(self, x):
+        y, loss, _ = self.moe(self.dense(x))
+        return y.float().square().mean() + loss.float()
+
+
+def build_experts(bucket):
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    model = Experts()
+    params = split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "all"})
+    lazy = {"gradient_partition": {"bucket_size": bucket}} if bucket else None
+    return make_engine(model, torch.optim.AdamW(params, lr=1e-2), base_config(lazy=lazy))
+
+
+def experts_there_and_back(folder):
+    from deepspeed import comm as dist
+
+    lazy = build_experts(50)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        lazy.backward(lazy(torch.randn(6, 8, generator=generator).bfloat16()))
+        lazy.step()
+    lazy.save_checkpoint(f"{folder}/lazy")
+    saved = trainable_masters(lazy)
+    lazy.destroy()
+    plain = build_experts(None)
+    plain.load_checkpoint(f"{folder}/lazy")
+    assert_same(saved, trainable_masters(plain))
+    plain.save_checkpoint(f"{folder}/plain")
+    plain.destroy()
+    again = build_experts(1000)
+    again.load_checkpoint(f"{folder}/plain")
+    assert_same(saved, trainable_masters(again))
+    again.save_checkpoint(f"{folder}/again")
+
+
+def test_experts_are_exchanged_in_their_own_groups(ranks, tmp_path):
+    ranks(4).run(experts_there_and_back, str(tmp_path))
+    assert zero_files(tmp_path / "lazy")[0]["partition_count"] == [4, 2]
+    assert_same(zero_files(tmp_path / "lazy"), zero_files(tmp_path / "plain"))
+    assert_same(zero_files(tmp_path / "lazy"), zero_files(tmp_path / "again"))

@@ -1,0 +1,86 @@
+"""One user param group in two layouts, and small tools for presenting it in the other one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .layout_exchange import LayoutExchange
+from .stock_layout import StockLayout
+from .zero_partition import UserGroup
+
+_ABSENT = object()
+
+
+@dataclass
+class StockGroup:
+    """A user group as plain ZeRO-2 would keep it on rank ``rank`` of ``process_group``."""
+
+    user_group: UserGroup
+    layout: StockLayout
+    rank: int
+    process_group: Any
+    exchange: LayoutExchange
+
+    def pull(self, ours: torch.Tensor) -> torch.Tensor:
+        """This rank's stock partition of ``ours``, a tensor that lies as the master does. Collective; on the host."""
+        partition = torch.zeros(self.layout.partition_size, dtype=ours.dtype)
+        self.exchange.forward(ours.detach(), partition)
+        return partition
+
+    def push(self, partition: torch.Tensor, ours: torch.Tensor) -> None:
+        """The reverse of :meth:`pull`; padding in ``ours`` stays as it is."""
+        self.exchange.backward(partition, ours.detach())
+
+    def is_sharded(self, value: Any) -> bool:
+        """Whether ``value``, of the wrapped optimizer's state here, lies as the master does."""
+        return torch.is_tensor(value) and value.shape == self.user_group.master.shape
+
+    def is_partition(self, value: Any) -> bool:
+        """Whether ``value``, of a stock optimizer's state, lies as the stock partition does."""
+        return torch.is_tensor(value) and value.shape == (self.layout.partition_size,)
+
+
+@contextmanager
+def replaced(target: Any, attributes: dict[str, Any]) -> Iterator[None]:
+    """Instance attributes of ``target`` for the length of the context."""
+    own = vars(target)
+    before = {name: own.get(name, _ABSENT) for name in attributes}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+
+def replace_settings(group: dict, loaded: dict) -> None:
+    """Makes ``group`` what ``loaded`` is, in place, with its own parameters: the user may hold a reference."""
+    params = group["params"]
+    settings = {key: value for key, value in loaded.items() if key != "params"}
+    group.clear()
+    group["params"] = params
+    group.update(settings)
+
+
+def place_scalars(state: dict, user_group: UserGroup) -> None:
+    """Moves one-element tensors to where torch's optimizers keep them: a plain ``step`` on the host."""
+    on_host = {} if user_group.group.get("fused") or user_group.group.get("capturable") else {"step"}
+    for key, value in state.items():
+        if torch.is_tensor(value) and value.numel() == 1 and key not in on_host:
+            state[key] = value.to(user_group.master.device)
+
+
+def tensors_larger_than_one(value: Any) -> bool:
+    if torch.is_tensor(value):
+        return value.numel() > 1
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(tensors_larger_than_one(item) for item in value)
