@@ -70,7 +70,7 @@ class Rows(torch.optim.SGD):
                 self.state[param]["row"] = torch.zeros(3)
 
 
-def build(bucket=None, optimizer="AdamW", zero=(), one_group=False, **over):
+def build(bucket=None, optimizer="AdamW", zero=(), one_group=False, tiny_group=False, **over):
     """An engine over `Net`: ours if a bucket size is given, else plain DeepSpeed's."""
     model = Net()
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -80,6 +80,8 @@ def build(bucket=None, optimizer="AdamW", zero=(), one_group=False, **over):
     ]
     if one_group:
         groups = [{"params": trainable}]
+    if tiny_group:
+        groups = [{"params": [model.odd]}, {"params": [p for p in trainable if p is not model.odd]}]
     config = base_config(
         lazy={"gradient_partition": {"bucket_size": bucket}} if bucket else None,
         zero_optimization={"stage": 2, **dict(zero)},
@@ -324,6 +326,24 @@ def test_masters_from_bit16_weights(ranks, tmp_path):
     assert ranks(2).run(masters_from_bit16, str(tmp_path))[0]["wide.weight"].abs().sum() > 0
 
 
+def before_the_first_step(folder, bucket, other):
+    engine = build(bucket)
+    engine.save_checkpoint(folder)
+    train(engine, 0, 2)
+    expected = trainable_masters(engine)
+    engine.destroy()
+    engine = build(other)
+    engine.load_checkpoint(folder)
+    train(engine, 0, 2)
+    return expected, trainable_masters(engine)
+
+
+def test_a_checkpoint_without_optimizer_state(ranks, tmp_path):
+    for expected, loaded in ranks(2).run(before_the_first_step, str(tmp_path / "lazy"), 150, 400):
+        assert_same(expected, loaded)
+    ranks(2).run(before_the_first_step, str(tmp_path / "mixed"), None, 150)
+
+
 def the_users_group_stays(folder):
     engine = build(150)
     group = engine.optimizer.param_groups[1]
@@ -439,8 +459,8 @@ def to_universal(folder):
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
-def load_universal(folder, bucket):
-    engine = build(bucket, **UNIVERSAL)
+def load_universal(folder, bucket, **keys):
+    engine = build(bucket, **keys, **UNIVERSAL)
     engine.load_checkpoint(folder)
     state = trainable_masters(engine), weights(engine), moments(engine, "exp_avg")
     train(engine, 2, 3)
@@ -458,6 +478,28 @@ def test_universal_checkpoints(ranks, tmp_path, saved_by):
             assert weight_decay == 0.1
             for name, master in saved.items():
                 assert torch.equal(bit16[name], master.bfloat16())
+
+
+def continued(folder, bucket, steps):
+    engine = build(bucket, tiny_group=True)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    train(engine, 2, 2 + steps)
+    return trainable_masters(engine)
+
+
+def continued_from_universal(folder, bucket, steps):
+    engine = build(bucket, tiny_group=True, **UNIVERSAL)
+    engine.load_checkpoint(folder)
+    train(engine, 2, 2 + steps)
+    return trainable_masters(engine)
+
+
+def test_a_rank_that_owns_nothing_of_a_group_learns_its_state(ranks, tmp_path):
+    # A group of one element: ranks 1 and 2 have padding only, and plain DeepSpeed cannot load it.
+    expected = ranks(3).run(continued, str(tmp_path), 150, 2)
+    to_universal(str(tmp_path))
+    assert_same(expected, ranks(3).run(continued_from_universal, str(tmp_path), 1, 2))
 
 
 def test_a_universal_checkpoint_that_lacks_a_parameter(ranks, tmp_path):

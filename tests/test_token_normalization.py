@@ -143,9 +143,7 @@ def split_of_tokens(seed, reduction, reduce_every):
     usable = chosen.sample(range(len(parts)), max(1, len(parts) - chosen.randint(0, 3)))
     for token in tokens:
         parts[chosen.choice(usable)].append(token)
-    engine = _engine(
-        reduction=reduction, gradient_accumulation_steps=steps, bucket=3, reduce_every=reduce_every
-    )
+    engine = _engine(reduction=reduction, gradient_accumulation_steps=steps, bucket=3, reduce_every=reduce_every)
     for part in parts[_rank() * steps : (_rank() + 1) * steps]:
         x = torch.stack(part).float() if part else torch.zeros(0, N)
         loss = engine(x)
