@@ -236,9 +236,7 @@ class BucketChain:
         while self._next < len(self._order):
             self._dispatch_next()
         self.is_open = False
-        if self._carry_over:
-            self.pool.release()
-        else:
+        if not self._carry_over:  # what is carried over keeps the ring of buffers, too
             self.drain()
 
     def drain(self) -> None:

@@ -459,8 +459,8 @@ def to_universal(folder):
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
-def load_universal(folder, bucket, **keys):
-    engine = build(bucket, **keys, **UNIVERSAL)
+def load_universal(folder, bucket):
+    engine = build(bucket, **UNIVERSAL)
     engine.load_checkpoint(folder)
     state = trainable_masters(engine), weights(engine), moments(engine, "exp_avg")
     train(engine, 2, 3)

@@ -446,6 +446,7 @@ def test_save_model(pool, tmp_path):
 
 # It registers nothing: that is the shim's part.
 SCRIPT = """
+import torch
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 from tests.test_huggingface import fresh_state, tiny_llama, uneven_samples
 fresh_state()
@@ -455,6 +456,7 @@ trainer.train()
 losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
 report = trainer.model_wrapped.lazy_reduce_report()
 print("RANK%d" % args.process_index, report["gradient_collectives"] // report["buckets"], losses)
+torch.distributed.destroy_process_group()  # or gloo's threads may abort the interpreter on its way out
 """
 
 
