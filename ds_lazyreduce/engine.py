@@ -89,6 +89,8 @@ class LazyReduceMixin(CheckpointGuardMixin):
     def _partition_settings(self) -> PartitionSettings:
         section = self._lazy.gradient_partition
         model_dtype, _ = self.get_data_types()
+        # As written: DeepSpeed overwrites its own copy under sequence parallelism.
+        written = self.config.get("communication_data_type")
         kernel = agree_on_kernel(section.kernel, self.seq_data_parallel_group, self.device)
         self._kernel = kernel.name
         node_size = _ranks_per_host()
@@ -101,7 +103,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
             _warn_once_per_engine("comms_logger makes every collective wait: reductions do not overlap with backward")
         return PartitionSettings(
             bucket_elements=partial(lazy_config.bucket_elements, self._lazy, self.zero_reduce_bucket_size()),
-            wire_dtype=lazy_config.wire_dtype(self._lazy, model_dtype, self._config.communication_data_type),
+            wire_dtype=lazy_config.wire_dtype(self._lazy, model_dtype, None if written == "auto" else written),
             accumulate=kernel,
             node_size=node_size,
             max_in_flight=section.max_in_flight,
