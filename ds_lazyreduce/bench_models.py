@@ -53,12 +53,13 @@ class HandOverLayer(torch.nn.Module):
     def __init__(self, shape: Shape, dtype: torch.dtype, gradients: list[torch.Tensor]):
         super().__init__()
         self._gradients = gradients
-        self.weights = torch.nn.ParameterList(
-            torch.zeros(gradient.shape, dtype=dtype, device=gradient.device) for gradient in gradients
-        )
+        for index, gradient in enumerate(gradients):
+            weight = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
+            self.register_parameter(f"weight{index}", torch.nn.Parameter(weight))
 
     def forward(self, chain: torch.Tensor) -> torch.Tensor:
-        return _HandOver.apply(chain, self._gradients, *self.weights)
+        # Not a ParameterList: walking through one takes longer than all else here.
+        return _HandOver.apply(chain, self._gradients, *self._parameters.values())
 
 
 def hand_over_model(

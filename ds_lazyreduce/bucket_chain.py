@@ -27,6 +27,11 @@ import torch
 from .bucket_layout import learned_order
 from .collectives import Handle, ReduceScatter
 
+# Gradients of up to so many elements are copied together: there a copy costs its call, not its bytes. At most
+# so many elements are held back for it.
+_SMALL = 16 * 1024
+_HELD = 64 * 1024
+
 
 class ReductionError(RuntimeError):
     """A gradient reduction failed, for instance because a rank died; nothing was applied."""
@@ -100,6 +105,7 @@ class Slot:
     numel: int
     name: str
     filled: bool = False
+    section: int = -1  # which section of the bucket's buffer it is, see ``Bucket.sections``
 
 
 @dataclass(eq=False)
@@ -108,6 +114,8 @@ class Bucket:
 
     numel: elements of the flat buffer, ``N * S`` with padding.
     send: the buffer being filled in the open micro-step, this bucket's until it is dispatched.
+    views: the sections of ``send``.
+    held: small gradients of the open micro-step that are still to be copied, together, into ``send``.
     accumulator: fp32 local accumulator ``[N * S]``, this bucket's until it is reduced or discarded.
     """
 
@@ -117,16 +125,29 @@ class Bucket:
     reduce_scatter: ReduceScatter
     slots: list[Slot] = field(default_factory=list)
     send: Buffer | None = None
+    views: Sequence[torch.Tensor] = ()
+    held: list[tuple[Slot, torch.Tensor]] = field(default_factory=list)
+    held_numel: int = 0
     missing: int = 0
     accumulator: Buffer | None = None
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Ranges ``[start, stop)`` of the flat buffer that belong to no parameter (alignment)."""
-        edges = [0]
+    def sections(self) -> tuple[list[int], list[int]]:
+        """Sizes of the pieces the flat buffer consists of, and which of them are gaps (alignment padding).
+
+        Numbers the slots' sections.
+        """
+        sizes, gaps, end = [], [], 0
         for slot in sorted(self.slots, key=lambda s: s.offset):
-            edges += [slot.offset, slot.offset + slot.numel]
-        edges.append(self.numel)
-        return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+            if slot.offset > end:
+                gaps.append(len(sizes))
+                sizes.append(slot.offset - end)
+            slot.section = len(sizes)
+            sizes.append(slot.numel)
+            end = slot.offset + slot.numel
+        if self.numel > end:
+            gaps.append(len(sizes))
+            sizes.append(self.numel - end)
+        return sizes, gaps
 
     def describe(self) -> str:
         names = [slot.name for slot in self.slots]
@@ -170,7 +191,7 @@ class BucketChain:
         self.pool = pool
         self.counters = Counters()
         self.is_open = False
-        self._gaps = [bucket.gaps() for bucket in self.buckets]
+        self._sections = [bucket.sections() for bucket in self.buckets]
         self._accumulate = accumulate
         self._max_in_flight = max_in_flight
         self._carry_over = carry_over
@@ -219,9 +240,15 @@ class BucketChain:
             self.put_local(slot, grad)
             return
         bucket = slot.bucket
-        if bucket.send is None:
-            bucket.send = self._fresh_send_buffer(bucket)
-        bucket.send.data[slot.offset : slot.offset + slot.numel].view(grad.shape).copy_(grad)
+        if slot.numel > _SMALL:
+            if bucket.send is None:
+                self._open_send_buffer(bucket)
+            bucket.views[slot.section].copy_(grad.reshape(-1))
+        else:
+            bucket.held.append((slot, grad))
+            bucket.held_numel += slot.numel
+            if bucket.held_numel > _HELD:
+                self._copy_held(bucket)
         self._mark_filled(slot)
 
     def mute(self, where: torch.Tensor | None) -> None:
@@ -279,11 +306,19 @@ class BucketChain:
 
     # -- internals -----------------------------------------------------------------------------
 
-    def _fresh_send_buffer(self, bucket: Bucket) -> Buffer:
-        buffer = self.pool.take(bucket.numel, bucket.wire_dtype)
-        for start, stop in self._gaps[bucket.index]:
-            buffer.data[start:stop].zero_()  # never send what a reused buffer happened to hold
-        return buffer
+    def _open_send_buffer(self, bucket: Bucket) -> None:
+        sizes, gaps = self._sections[bucket.index]
+        bucket.send = self.pool.take(bucket.numel, bucket.wire_dtype)
+        bucket.views = bucket.send.data.split(sizes)
+        for section in gaps:
+            bucket.views[section].zero_()  # never send what a reused buffer happened to hold
+
+    def _copy_held(self, bucket: Bucket) -> None:
+        if bucket.send is None:
+            self._open_send_buffer(bucket)
+        views = [bucket.views[slot.section] for slot, _ in bucket.held]
+        torch._foreach_copy_(views, [grad.reshape(-1) for _, grad in bucket.held])
+        bucket.held, bucket.held_numel = [], 0
 
     def _mark_filled(self, slot: Slot) -> None:
         bucket = slot.bucket
@@ -306,11 +341,15 @@ class BucketChain:
 
     def _take_contribution(self, bucket: Bucket) -> Buffer:
         """What this rank sends for a bucket, in the wire dtype; what has not arrived is zero."""
-        send, bucket.send = bucket.send or self._fresh_send_buffer(bucket), None
+        if bucket.held:
+            self._copy_held(bucket)
+        elif bucket.send is None:
+            self._open_send_buffer(bucket)
         if bucket.missing:
             for slot in bucket.slots:
                 if not slot.filled:
-                    send.data[slot.offset : slot.offset + slot.numel].zero_()
+                    bucket.views[slot.section].zero_()
+        send, bucket.send, bucket.views = bucket.send, None, ()
         if self._mute is not None:
             send.data.masked_fill_(self._mute, 0)
         return send
