@@ -29,12 +29,17 @@ def write_window(path: str, window: Mapping[str, tuple[float, float]]) -> None:
     """Writes ``{name: (sum, count)}`` to ``path``, replacing an older file in one step."""
     metrics = {name: {"sum": repr(total), "count": repr(count)} for name, (total, count) in window.items()}
     os.makedirs(os.path.dirname(path), exist_ok=True)
+    replace_file(path, json.dumps({"version": _VERSION, "metrics": metrics}, indent=1))
+
+
+def replace_file(path: str, text: str) -> None:
+    """Writes ``text`` to ``path``: a crash or a full disk leaves the old file or the new one, never half of one."""
     temporary = f"{path}.tmp"
     with open(temporary, "w", encoding="utf-8") as file:
-        json.dump({"version": _VERSION, "metrics": metrics}, file, indent=1)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, path)  # a crash leaves the old file or the new one, never half of one
+    os.replace(temporary, path)
 
 
 def read_window(path: str) -> Window:

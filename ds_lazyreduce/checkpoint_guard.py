@@ -1,4 +1,8 @@
-"""Checks a checkpoint as a whole before anything is loaded from it: the engine's side of stock-layout state.
+"""Checks a checkpoint as a whole: the engine's side of stock-layout state.
+
+Stock's save lets rank 0 name the new tag in ``latest`` while another rank fails to write its file, and empties
+``latest`` where the disk is full. Here all ranks first agree that every file is there; else all raise, and
+``latest`` names the tag it named before.
 
 Stock loads the module first and finds out afterwards, on one rank, that the optimizer's file is damaged or made
 for another number of ranks. State in stock layout is exchanged between ranks on the way in, so that the others
@@ -8,13 +12,15 @@ would wait for that rank. Here every rank reads its files first, all agree, and 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from deepspeed import comm as dist
 
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, on_rank_zero, replace_file
+from .stock_group import replaced
 
 
 @dataclass
@@ -31,7 +37,7 @@ class _Load:
 
 
 class CheckpointGuardMixin:
-    """What an engine with a gradient partition does around stock's ``load_checkpoint``."""
+    """What an engine with a gradient partition does around stock's ``save_checkpoint`` and ``load_checkpoint``."""
 
     _load: _Load | None = None
 
@@ -41,10 +47,38 @@ class CheckpointGuardMixin:
         with self.optimizer.stock_parameter_order():
             return super()._get_zero_param_shapes()
 
-    def save_checkpoint(self, *args, **kwargs):
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+        arguments = dict(client_state=client_state or {}, exclude_frozen_parameters=exclude_frozen_parameters)
         if self._lazy.gradient_partition.enabled:
             self.optimizer.check_state_is_elementwise()  # rather than once half the files are written
-        return super().save_checkpoint(*args, **kwargs)
+        # A decoupled checkpoint engine writes, and names the tag in ``latest``, when this call has returned.
+        if not self._lazy.gradient_partition.enabled or self.checkpoint_engine.is_decoupled():
+            return super().save_checkpoint(save_dir, tag, save_latest=save_latest, **arguments)
+        with self._write_errors_kept() as errors:
+            result = super().save_checkpoint(save_dir, tag, save_latest=False, **arguments)
+        _raise_on_every_rank(errors[0] if errors else None)
+        if save_latest:
+            on_rank_zero(dist, lambda: replace_file(os.path.join(save_dir, "latest"), str(tag)))
+        return result
+
+    @contextmanager
+    def _write_errors_kept(self) -> Iterator[list[CheckpointError]]:
+        """Errors of writing a file, kept for later: a rank that left at once would leave the others waiting for it."""
+        errors: list[CheckpointError] = []
+
+        def keeping(write, path_of):
+            def keep(*args, **kwargs):
+                try:
+                    return write(*args, **kwargs)
+                except Exception as error:  # of the disk, or of pickling what the user handed over
+                    errors.append(_write_error(path_of(*args, **kwargs), error))
+
+            return keep
+
+        writes = keeping(self.checkpoint_engine.save, lambda state_dict, path: path)
+        copies = keeping(self._copy_recovery_script, lambda save_path: save_path)
+        with replaced(self.checkpoint_engine, {"save": writes}), replaced(self, {"_copy_recovery_script": copies}):
+            yield errors
 
     def _load_checkpoint(
         self,
@@ -182,18 +216,36 @@ class CheckpointGuardMixin:
     def _agree(self, load: _Load, error: Exception | None, signature=None) -> None:
         """Raises on every rank if ``error`` is set on any, or if what they read differs. Collective."""
         load.agreed = True
-        answers: list = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, (None if error is None else str(error), signature))
-        if error is not None:
+        try:
+            for rank, other in enumerate(_raise_on_every_rank(error, signature)):
+                if other != signature:
+                    where = f"{load.directory}, tag {load.tag}"
+                    raise CheckpointError(
+                        f"{where}: rank {rank} read optimizer state {other}, this rank {signature}"
+                    )
+        except BaseException:
             load.zero_states = None
-            raise error
-        for rank, (message, _) in enumerate(answers):
-            if message is not None:
-                load.zero_states = None
-                raise CheckpointError(f"rank {rank}: {message}")
-        for rank, (_, other) in enumerate(answers):
-            if other != signature:
-                load.zero_states = None
-                raise CheckpointError(
-                    f"{load.directory}, tag {load.tag}: rank {rank} read optimizer state {other}, this rank {signature}"
-                )
+            raise
+
+
+def _raise_on_every_rank(error: Exception | None, value=None) -> list:
+    """The ``value`` of every rank; raises on all of them where one or more have an ``error``. Collective."""
+    answers: list = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, (None if error is None else str(error), value))
+    if error is not None:
+        raise error
+    for rank, (message, _) in enumerate(answers):
+        if message is not None:
+            raise CheckpointError(f"rank {rank}: {message}")
+    return [value for _, value in answers]
+
+
+def _write_error(path: str, error: Exception) -> CheckpointError:
+    # torch's message of a full disk speaks of positions in a stream.
+    try:
+        room = f", {shutil.disk_usage(os.path.dirname(path) or '.').free:,} bytes are free there"
+    except OSError:
+        room = ""
+    written = CheckpointError(f"{path}: cannot be written: {type(error).__name__}: {error}{room}")
+    written.__cause__ = error
+    return written

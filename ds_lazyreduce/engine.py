@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 
 from . import config as lazy_config
+from .agreement import check_agreement
 from .bucket_chain import ReductionError
 from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
 from .checkpoint_guard import CheckpointGuardMixin
@@ -24,6 +25,7 @@ from .config import LazyReduceConfig
 from .kernel_choice import agree_on_kernel
 from .metrics import DeferredMetrics, Scalar, over_group
 from .stock_keys import check_against_deepspeed, stock_key_notes
+from .version import __version__
 from .zero_optimizer import LazyZeroOptimizer, PartitionSettings
 
 logger = logging.getLogger("ds_lazyreduce")
@@ -78,6 +80,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
         # is ours only while this engine is being built.
         if not self._lazy.gradient_partition.enabled:
             return super()._configure_zero_optimizer(optimizer)
+        self._check_agreement(optimizer)
         settings = self._partition_settings()
         stock = ds_engine.DeepSpeedZeroOptimizer
         ds_engine.DeepSpeedZeroOptimizer = partial(LazyZeroOptimizer, settings=settings)
@@ -85,6 +88,29 @@ class LazyReduceMixin(CheckpointGuardMixin):
             return super()._configure_zero_optimizer(optimizer)
         finally:
             ds_engine.DeepSpeedZeroOptimizer = stock
+
+    def _check_agreement(self, optimizer) -> None:
+        group = self.seq_data_parallel_group
+
+        def gather(mine):
+            everyone = [None] * dist.get_world_size(group=group)
+            dist.all_gather_object(everyone, mine, group=group)
+            return everyone
+
+        def layout():
+            for index, param_group in enumerate(getattr(optimizer, "param_groups", ())):
+                for p in param_group["params"]:
+                    name = self.param_names.get(p, "an unnamed parameter")
+                    trained = "trained" if p.requires_grad else "frozen"
+                    yield f"{name} {list(p.shape)} {str(p.dtype).removeprefix('torch.')} {trained}, group {index}"
+
+        facts = {
+            "the version of ds_lazyreduce": __version__,
+            "the lazy_reduce section": self._lazy.model_dump_json(),
+            "zero_optimization.reduce_bucket_size": str(self.zero_reduce_bucket_size()),
+            "communication_data_type": str(self.config.get("communication_data_type")),
+        }
+        check_agreement(facts, lambda: list(layout()), gather)
 
     def _partition_settings(self) -> PartitionSettings:
         section = self._lazy.gradient_partition

@@ -9,6 +9,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from .checkpoint import CheckpointError
 from .stock_layout import Segment, split_into_rounds
 
 DEVICE_BYTES = 256 * 2**20  # of send and receive buffer together
@@ -77,13 +78,18 @@ class LayoutExchange:
         send = torch.cat(parts) if parts else source.new_empty(0)
         send = send.to(device)
         receive = torch.empty(_total(receives), dtype=target.dtype, device=device)
-        dist.all_to_all_single(
-            receive,
-            send,
-            output_split_sizes=[_numel(pieces) for pieces in receives],
-            input_split_sizes=[_numel(pieces) for pieces in sends],
-            group=self._group,
-        )
+        try:
+            dist.all_to_all_single(
+                receive,
+                send,
+                output_split_sizes=[_numel(pieces) for pieces in receives],
+                input_split_sizes=[_numel(pieces) for pieces in sends],
+                group=self._group,
+            )
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"optimizer state could not be exchanged between the ranks of a checkpoint (has one died?): {error}"
+            ) from error
         received = receive.to(target.device)
         start = 0
         for pieces in receives:
