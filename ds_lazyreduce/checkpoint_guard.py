@@ -220,9 +220,7 @@ class CheckpointGuardMixin:
             for rank, other in enumerate(_raise_on_every_rank(error, signature)):
                 if other != signature:
                     where = f"{load.directory}, tag {load.tag}"
-                    raise CheckpointError(
-                        f"{where}: rank {rank} read optimizer state {other}, this rank {signature}"
-                    )
+                    raise CheckpointError(f"{where}: rank {rank} read optimizer state {other}, this rank {signature}")
         except BaseException:
             load.zero_states = None
             raise
