@@ -30,6 +30,7 @@ from .collectives import make_reduce_scatter
 from .config import ConfigError
 from .gradient_scalars import StepScalars, agree, local_norm_squared
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
+from .producer_streams import make_streams
 from .reduce_schedule import make_schedule
 from .token_window import TokenWindow
 from .zero_state import StockStateZeroOptimizer
@@ -87,6 +88,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._settings = settings
         self._token_window = TokenWindow()
         self._schedule = make_schedule(settings.reduce_every)
+        self._streams = make_streams(get_accelerator())
         self._allgather_elements = int(kwargs["allgather_bucket_size"])
         self._void = False
         self._order_agreed = False
@@ -178,7 +180,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             else:
                 put(slot, grad)
 
-        return take_gradient
+        return self._streams.bring_home(take_gradient)
 
     def _accumulate_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         user_group = self._group_of_bucket[bucket.index]
@@ -196,6 +198,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def _complete_for_reader(self) -> None:
         if self.chain.is_open:
             return  # the base class's own bookkeeping within a backward pass
+        self._streams.join()
         self.chain.drain()
         if any(self.chain.has_accumulated()):
             names = [bucket.describe() for bucket in self.chain.buckets if bucket.accumulator is not None]
@@ -214,7 +217,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             if isinstance(num_tokens, torch.Tensor):
                 self.chain.mute(num_tokens == 0)
             elif num_tokens == 0:
-                self.chain.mute(torch.ones((), dtype=torch.bool))
+                self.chain.mute(torch.ones((), dtype=torch.bool, device=get_accelerator().current_device_name()))
 
     def enter_backward(self):
         """Begins a micro-step: called before, or by the outputs of a forward pass within, a backward pass."""
@@ -225,6 +228,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             self.abort_micro_step()  # an earlier loss.backward() raised and never came to its end
         super().enter_backward()
         self._in_backward = True
+        self._streams.settle()
         self._graph_task = None if task == -1 else task
         if self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
             return
@@ -317,6 +321,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def _complete_window(self) -> StepScalars:
         if self._in_backward:  # a direct loss.backward() raised and was caught
             self.abort_micro_step()
+        self._streams.join()
         if self._schedule.owes_a_pass():
             self._reduce_all_accumulated()
         self.chain.drain()
