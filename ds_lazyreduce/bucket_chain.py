@@ -201,6 +201,7 @@ class BucketChain:
         self._next = 0
         self._completed: list[int] = []
         self._mute: torch.Tensor | None = None
+        self._on_arrival: Callable[[], None] | None = None
         self.set_order(order)
 
     # -- order ---------------------------------------------------------------------------------
@@ -234,11 +235,23 @@ class BucketChain:
             for slot in bucket.slots:
                 slot.filled = False
 
+    def arm(self, begin: Callable[[], None]) -> None:
+        """Calls ``begin``, which may open a micro-step, when the next gradient arrives before ``close``."""
+        self._on_arrival = begin
+
+    def fire(self) -> None:
+        """Calls what was armed, if anything still is."""
+        begin, self._on_arrival = self._on_arrival, None
+        if begin is not None:
+            begin()
+
     def put(self, slot: Slot, grad: torch.Tensor) -> None:
         """Takes the gradient of one parameter; ``grad`` is not needed afterwards."""
         if slot.filled or not self.is_open:
-            self.put_local(slot, grad)
-            return
+            self.fire()
+            if slot.filled or not self.is_open:
+                self.put_local(slot, grad)
+                return
         bucket = slot.bucket
         if slot.numel > _SMALL:
             if bucket.send is None:
@@ -258,6 +271,7 @@ class BucketChain:
     def close(self) -> None:
         """Ends the micro-step: what did not arrive counts as zero; drains unless carried over."""
         self._raise_if_failed()
+        self._on_arrival = None
         if not self.is_open:
             return
         while self._next < len(self._order):
@@ -399,6 +413,7 @@ class AccumulatingChain(BucketChain):
     """
 
     def put(self, slot: Slot, grad: torch.Tensor) -> None:
+        self.fire()
         self.put_local(slot, grad)
         if self.is_open and not slot.filled:
             self._mark_filled(slot)

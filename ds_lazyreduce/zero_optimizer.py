@@ -232,6 +232,14 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._graph_task = None if task == -1 else task
         if self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
             return
+        if task == -1:
+            self._open_if_reducing()
+        else:
+            # Within a pass that the user started: it may be a torch.autograd.grad, which yields no gradient
+            # of a parameter and which other ranks need not run.
+            self.chain.arm(self._open_if_reducing)
+
+    def _open_if_reducing(self) -> None:
         if self._schedule.reduces_now(self.is_gradient_accumulation_boundary()):
             self.chain.open()
 
@@ -261,6 +269,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         every rank completes the micro-step and ``step`` discards the whole window on all of them.
         """
         self._void = True
+        self.chain.fire()  # it failed before its first gradient, but other ranks have opened a micro-step
         self.chain.close()
         self._end_pass()
         for param in self._slots:

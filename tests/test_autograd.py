@@ -147,6 +147,50 @@ def test_backward_around_the_engine(ranks):
     assert ranks(2).run(around_the_engine) == [-0.5, -0.5]
 
 
+def input_gradient_on_one_rank():
+    """torch.autograd.grad reaches no parameter: what one rank looks at costs the others nothing."""
+    engine = _sgd_engine(Chain(blocks=2), bucket=8)
+    x = _ones().requires_grad_()
+    seen = None
+    if _rank() == 0:
+        (seen,) = torch.autograd.grad(engine(x), x)
+        seen = seen.tolist()
+    collectives = engine.lazy_reduce_report()["gradient_collectives"]
+    engine.backward(engine(_ones()))
+    engine.step()
+    return seen, collectives, masters(engine)["blocks.0.w"][0].item()
+
+
+def test_input_gradients_on_one_rank(ranks):
+    assert ranks(2).run(input_gradient_on_one_rank, timeout=30) == [([1.0] * 8, 0, 0.0), (None, 0, 0.0)]
+
+
+class FailsFirst(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, fail):
+        return _Failing.apply(self.block(x).sum(), fail)
+
+
+def fails_before_the_first_gradient(direct):
+    engine = _sgd_engine(FailsFirst(), bucket=8)
+    for window in range(2):
+        loss = engine(_ones(), window == 0 and _rank() == 1)
+        try:
+            loss.backward() if direct else engine.backward(loss)
+        except ArithmeticError:
+            pass
+        engine.step()
+    return masters(engine)["block.w"][0].item(), engine.skipped_steps
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_backward_that_fails_before_its_first_gradient(ranks, direct):
+    assert ranks(2).run(fails_before_the_first_gradient, direct, timeout=30) == [(0.0, 1)] * 2
+
+
 class Branches(torch.nn.Module):
     def __init__(self):
         super().__init__()
