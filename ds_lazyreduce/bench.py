@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .bench_report import describe, machine
 
-WORKLOADS = ("comm", "step", "hooks", "jitter", "memory")
+WORKLOADS = ("comm", "step", "hooks", "jitter", "memory", "checkpoint")
 CONTENDERS = (
     "none", "bare", "zero2", "zero2-fp32", "zero2-loss", "fsdp2", "ddp",
     "lazy", "lazy-4", "lazy-drained", "lazy-boundary",
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> None:
     from deepspeed.accelerator import get_accelerator
 
     from .accumulate import load_kernel
-    from .bench_workloads import WORKLOADS, Options
+    from .bench_measure import Options
+    from .bench_workloads import WORKLOADS
 
     device = torch.device(get_accelerator().current_device_name())
     rank = dist.get_rank()

@@ -96,7 +96,7 @@ class DeepSpeedEngine(Contender):
         optimizer = torch.optim.AdamW(parameter_groups(model, setting.split), lr=1e-4)
         initialize = stock_initialize if lazy is None else lazy_initialize
         self.engine = initialize(model=model, optimizer=optimizer, config=config)[0]
-        self._is_lazy = lazy is not None
+        self.is_lazy = lazy is not None
         self._loss_all_reduce = loss_all_reduce
         self._ranks = setting.ranks
         self._input = torch.zeros((), device=setting.device)
@@ -112,7 +112,7 @@ class DeepSpeedEngine(Contender):
             self.engine.step()  # no update: the engine counts micro-steps there
 
     def finish(self) -> None:
-        if self._is_lazy:  # else step() would wait for what was carried over, and the window look shorter
+        if self.is_lazy:  # else step() would wait for what was carried over, and the window look shorter
             self.engine.optimizer.chain.drain()
 
     def step(self) -> None:

@@ -13,12 +13,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """``contender`` is to take at most ``bound`` times what ``baseline`` takes, on ``ranks`` ranks."""
+    """``contender`` is to take at most ``bound`` times what ``baseline`` takes, on ``ranks`` ranks.
+
+    metric: None for the workload's primary one.
+    """
 
     contender: str
     baseline: str
     bound: float
     ranks: int
+    metric: str | None = None
 
 
 @dataclass
@@ -45,9 +49,9 @@ class Result:
         values = self.samples.get(contender, {}).get(metric or self.primary)
         return statistics.median(values) if values else None
 
-    def ratio(self, contender: str, baseline: str) -> float | None:
-        """Ratio of the medians of the primary metric."""
-        ours, theirs = self.median(contender), self.median(baseline)
+    def ratio(self, contender: str, baseline: str, metric: str | None = None) -> float | None:
+        """Ratio of the medians of the metric, by default the primary one."""
+        ours, theirs = self.median(contender, metric), self.median(baseline, metric)
         return None if ours is None or not theirs else ours / theirs
 
     def as_json(self) -> dict[str, Any]:
@@ -77,9 +81,15 @@ class Result:
             "primary": self.primary,
             "contenders": contenders,
             "targets": [
-                {"contender": t.contender, "baseline": t.baseline, "bound": t.bound, "ratio": ratio}
+                {
+                    "contender": t.contender,
+                    "baseline": t.baseline,
+                    "metric": t.metric or self.primary,
+                    "bound": t.bound,
+                    "ratio": ratio,
+                }
                 for t in self.targets
-                if (ratio := self.ratio(t.contender, t.baseline)) is not None
+                if (ratio := self.ratio(t.contender, t.baseline, t.metric)) is not None
             ],
             "notes": self.notes,
         }
@@ -94,11 +104,12 @@ class Result:
             rows.append([name, *(_cell(row.get(metric)) for metric in metrics), *map(_ratio_cell, ratios)])
         lines = [f"{self.workload}: {self.title}", *_aligned(rows)]
         for target in self.targets:
-            ratio = self.ratio(target.contender, target.baseline)
+            ratio = self.ratio(target.contender, target.baseline, target.metric)
             if ratio is not None:
                 verdict = "reached" if ratio <= target.bound else "missed"
                 wanted = f"{target.contender} <= {target.bound} x {target.baseline}"
-                lines.append(f"  target {wanted}: {ratio:.3f}, {verdict}")
+                metric = f", {target.metric}" if target.metric else ""
+                lines.append(f"  target {wanted}{metric}: {ratio:.3f}, {verdict}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .bucket_layout import learned_order
+from .buffer_pool import Buffer, BufferPool
 from .collectives import Handle, ReduceScatter
 
 # Gradients of up to so many elements are copied together: there a copy costs its call, not its bytes. At most
@@ -35,65 +36,6 @@ _HELD = 64 * 1024
 
 class ReductionError(RuntimeError):
     """A gradient reduction failed, for instance because a rank died; nothing was applied."""
-
-
-class Buffer:
-    """A piece of device memory on loan from a :class:`BufferPool`, seen as a flat tensor ``data``."""
-
-    __slots__ = ("data", "_raw")
-
-    def __init__(self, raw: torch.Tensor, numel: int, dtype: torch.dtype):
-        self._raw = raw
-        self.data = raw[: numel * dtype.itemsize].view(dtype)
-
-
-class BufferPool:
-    """Owns all transient buffers. ``take`` never blocks: the pool grows instead, and reuses what fits.
-
-    Attributes:
-        live_bytes: bytes of the buffers on loan or kept for reuse.
-        peak_bytes: high-water mark of ``live_bytes``.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._free: list[torch.Tensor] = []
-        self.live_bytes = 0
-        self.peak_bytes = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> Buffer:
-        """A buffer of ``numel`` elements with undefined content, the caller's until ``give``."""
-        need = numel * dtype.itemsize
-        if need == 0:  # a collective without a receive buffer
-            return Buffer(torch.empty(0, dtype=torch.uint8, device=self._device), 0, dtype)
-        fitting = [raw for raw in self._free if raw.numel() >= need]
-        if fitting:
-            raw = min(fitting, key=torch.Tensor.numel)
-            self._free = [kept for kept in self._free if kept is not raw]
-        else:
-            if self._free:  # too small for this bucket: replace one rather than hold both
-                self._drop(self._free.pop())
-            raw = torch.empty(need, dtype=torch.uint8, device=self._device)
-            self.live_bytes += need
-            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return Buffer(raw, numel, dtype)
-
-    def give(self, buffer: Buffer) -> None:
-        """Takes a buffer back for reuse."""
-        if buffer._raw.numel():
-            self._free.append(buffer._raw)
-
-    def release(self) -> None:
-        """Frees every buffer that is not on loan."""
-        while self._free:
-            self._drop(self._free.pop())
-
-    def restart_peak(self) -> None:
-        """Starts the high-water mark anew."""
-        self.peak_bytes = self.live_bytes
-
-    def _drop(self, raw: torch.Tensor) -> None:
-        self.live_bytes -= raw.numel()
 
 
 @dataclass(eq=False)
@@ -195,7 +137,7 @@ class BucketChain:
         self._accumulate = accumulate
         self._max_in_flight = max_in_flight
         self._carry_over = carry_over
-        self._in_flight: deque[tuple[Bucket, Buffer, Buffer, Handle]] = deque()
+        self._in_flight: deque[tuple[Bucket, Buffer, Handle]] = deque()
         self._failure: ReductionError | None = None
         self._order: list[Bucket] = []
         self._next = 0
@@ -378,10 +320,9 @@ class BucketChain:
     def _dispatch(self, bucket: Bucket, send: Buffer) -> None:
         while len(self._in_flight) >= self._max_in_flight:
             self._drain_oldest()
-        receive = self.pool.take(bucket.reduce_scatter.receive_numel(bucket.numel), send.data.dtype)
         with self._failing_as(bucket, "start"):
-            handle = bucket.reduce_scatter.start(send.data, receive.data)
-        self._in_flight.append((bucket, send, receive, handle))
+            handle = bucket.reduce_scatter.start(send.data, self.pool)
+        self._in_flight.append((bucket, send, handle))
         counters = self.counters
         counters.gradient_collectives += 1
         counters.bytes_sent += bucket.reduce_scatter.bytes_sent(send.data)
@@ -389,13 +330,13 @@ class BucketChain:
         counters.max_in_flight_seen = max(counters.max_in_flight_seen, len(self._in_flight))
 
     def _drain_oldest(self) -> None:
-        bucket, send, receive, handle = self._in_flight[0]
+        bucket, send, handle = self._in_flight[0]
         with self._failing_as(bucket, "complete"):
             rows = handle.wait()
         self._in_flight.popleft()
         self._accumulate(bucket, rows)
+        handle.release()
         self.pool.give(send)
-        self.pool.give(receive)
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

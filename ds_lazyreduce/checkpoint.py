@@ -98,3 +98,19 @@ def on_rank_zero(comm: Any, action: Callable[[], Any]) -> Any:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def raise_on_every_rank(comm: Any, error: Exception | None, value: Any = None, group: Any = None) -> list[Any]:
+    """The ``value`` of every rank; raises on all of them where one or more have an ``error``. Collective.
+
+    Args:
+        comm: ``deepspeed.comm`` or ``torch.distributed``.
+    """
+    answers: list[Any] = [None] * comm.get_world_size(group=group)
+    comm.all_gather_object(answers, (None if error is None else str(error), value), group=group)
+    if error is not None:
+        raise error
+    for rank, (message, _) in enumerate(answers):
+        if message is not None:
+            raise CheckpointError(f"rank {rank}: {message}")
+    return [value for _, value in answers]

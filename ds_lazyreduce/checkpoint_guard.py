@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from deepspeed import comm as dist
 
-from .checkpoint import CheckpointError, on_rank_zero, replace_file
+from .checkpoint import CheckpointError, on_rank_zero, raise_on_every_rank, replace_file
 from .stock_group import replaced
 
 
@@ -56,7 +56,7 @@ class CheckpointGuardMixin:
             return super().save_checkpoint(save_dir, tag, save_latest=save_latest, **arguments)
         with self._write_errors_kept() as errors:
             result = super().save_checkpoint(save_dir, tag, save_latest=False, **arguments)
-        _raise_on_every_rank(errors[0] if errors else None)
+        raise_on_every_rank(dist, errors[0] if errors else None)
         if save_latest:
             on_rank_zero(dist, lambda: replace_file(os.path.join(save_dir, "latest"), str(tag)))
         return result
@@ -217,25 +217,13 @@ class CheckpointGuardMixin:
         """Raises on every rank if ``error`` is set on any, or if what they read differs. Collective."""
         load.agreed = True
         try:
-            for rank, other in enumerate(_raise_on_every_rank(error, signature)):
+            for rank, other in enumerate(raise_on_every_rank(dist, error, signature)):
                 if other != signature:
                     where = f"{load.directory}, tag {load.tag}"
                     raise CheckpointError(f"{where}: rank {rank} read optimizer state {other}, this rank {signature}")
         except BaseException:
             load.zero_states = None
             raise
-
-
-def _raise_on_every_rank(error: Exception | None, value=None) -> list:
-    """The ``value`` of every rank; raises on all of them where one or more have an ``error``. Collective."""
-    answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, (None if error is None else str(error), value))
-    if error is not None:
-        raise error
-    for rank, (message, _) in enumerate(answers):
-        if message is not None:
-            raise CheckpointError(f"rank {rank}: {message}")
-    return [value for _, value in answers]
 
 
 def _write_error(path: str, error: Exception) -> CheckpointError:

@@ -1,8 +1,7 @@
-"""Reduce-scatters of one bucket: ``start(send, receive) -> handle``, ``handle.wait() -> [N, S]``.
+"""Reduce-scatters of one bucket: ``start(send, pool) -> handle``, ``handle.wait() -> rows``.
 
-A collective only moves bytes. The sum over ranks is done by the caller, in fp32, over the rows that
-``wait()`` returns: row j is what rank j holds for the shard of this rank. (The low-precision wire
-with an fp32 sum is the idea of Megatron-Core's ``reduce_scatter_with_fp32_accumulation``.)
+A collective moves bytes; the last sum is the caller's, in fp32, over the rows that ``wait()`` returns. (The
+low-precision wire with an fp32 sum is the idea of Megatron-Core's ``reduce_scatter_with_fp32_accumulation``.)
 """
 
 from __future__ import annotations
@@ -12,12 +11,17 @@ from typing import Protocol
 import torch
 from deepspeed import comm as dist
 
+from .buffer_pool import Buffer, BufferPool
+
 
 class Handle(Protocol):
-    """A started reduce-scatter."""
+    """A started reduce-scatter; it owns its receive buffers until ``release``."""
 
     def wait(self) -> torch.Tensor:
-        """Returns the received rows, ``[N, S]`` in the wire dtype; both buffers are free once they are summed."""
+        """The rows to be summed for this rank's shard, ``[rows, S]``. Every rank waits in the order it started."""
+
+    def release(self) -> None:
+        """Gives the receive buffers back: the rows have been summed."""
 
 
 class ReduceScatter(Protocol):
@@ -25,11 +29,8 @@ class ReduceScatter(Protocol):
 
     name: str
 
-    def receive_numel(self, numel: int) -> int:
-        """Elements of receive buffer needed for a bucket of ``numel`` elements (0: none)."""
-
-    def start(self, send: torch.Tensor, receive: torch.Tensor) -> Handle:
-        """Starts the exchange of ``send`` ``[N * S]``; neither buffer may be touched until ``wait()``."""
+    def start(self, send: torch.Tensor, pool: BufferPool) -> Handle:
+        """Starts the exchange of ``send`` ``[N * S]``, which may not be touched until the handle is released."""
 
     def bytes_sent(self, send: torch.Tensor) -> int:
         """Bytes that leave this rank for other ranks."""
@@ -37,22 +38,29 @@ class ReduceScatter(Protocol):
     def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
         """Bytes that leave this rank for ranks on other nodes."""
 
+    def close(self) -> None:
+        """Frees process groups made for it."""
+
 
 class _AllToAllHandle:
-    __slots__ = ("_work", "_received")
+    __slots__ = ("_work", "_receive", "_rows", "_pool")
 
-    def __init__(self, work, received: torch.Tensor):
-        self._work = work
-        self._received = received
+    def __init__(self, work, receive: Buffer, rows: int, pool: BufferPool):
+        self._work, self._receive, self._rows, self._pool = work, receive, rows, pool
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:  # None: the comms logger made the call synchronous
             self._work.wait()
-        return self._received
+        return self._receive.data.view(self._rows, -1)
+
+    def release(self) -> None:
+        self._pool.give(self._receive)
 
 
 class AllToAll:
     """One ``all_to_all_single`` with equal splits, through ``deepspeed.comm`` so that its logger sees it.
+
+    Rows are the ranks of ``group`` in order.
 
     Args:
         group: process group of the bucket's data-parallel ranks.
@@ -67,18 +75,19 @@ class AllToAll:
         here = node_of_rank[dist.get_rank(group=group)]
         self._remote_ranks = sum(node != here for node in node_of_rank)
 
-    def receive_numel(self, numel: int) -> int:
-        return numel
-
-    def start(self, send: torch.Tensor, receive: torch.Tensor) -> Handle:
-        work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
-        return _AllToAllHandle(work, receive.view(self._ranks, -1))
+    def start(self, send: torch.Tensor, pool: BufferPool) -> Handle:
+        receive = pool.take(send.numel(), send.dtype)
+        work = dist.all_to_all_single(receive.data, send, group=self._group, async_op=True)
+        return _AllToAllHandle(work, receive, self._ranks, pool)
 
     def bytes_sent(self, send: torch.Tensor) -> int:
         return send.numel() * send.element_size() * (self._ranks - 1) // self._ranks
 
     def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
         return send.numel() * send.element_size() * self._remote_ranks // self._ranks
+
+    def close(self) -> None:
+        pass
 
 
 class _LocalHandle:
@@ -90,16 +99,16 @@ class _LocalHandle:
     def wait(self) -> torch.Tensor:
         return self._send.view(1, -1)
 
+    def release(self) -> None:
+        pass
+
 
 class SingleRank:
     """A group of one rank: what it sends is what it receives, and no collective runs."""
 
     name = "all_to_all"
 
-    def receive_numel(self, numel: int) -> int:
-        return 0
-
-    def start(self, send: torch.Tensor, receive: torch.Tensor) -> Handle:
+    def start(self, send: torch.Tensor, pool: BufferPool) -> Handle:
         return _LocalHandle(send)
 
     def bytes_sent(self, send: torch.Tensor) -> int:
@@ -108,11 +117,5 @@ class SingleRank:
     def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
         return 0
 
-
-def make_reduce_scatter(group, node_size: int) -> ReduceScatter:
-    """The reduce-scatter for the ranks of ``group``, of which ``node_size`` consecutive ones share a host."""
-    ranks = dist.get_world_size(group=group)
-    if ranks == 1:
-        return SingleRank()
-    nodes = [dist.get_global_rank(group, rank) // node_size for rank in range(ranks)]
-    return AllToAll(group, nodes)
+    def close(self) -> None:
+        pass

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ from .agreement import check_agreement
 from .bucket_chain import ReductionError
 from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
 from .checkpoint_guard import CheckpointGuardMixin
+from .collective_choice import choose_reduce_scatter, ranks_per_host
 from .config import LazyReduceConfig
 from .kernel_choice import agree_on_kernel
 from .metrics import DeferredMetrics, Scalar, over_group
@@ -107,6 +107,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
         facts = {
             "the version of ds_lazyreduce": __version__,
             "the lazy_reduce section": self._lazy.model_dump_json(),
+            "the number of ranks per host": str(ranks_per_host()),
             "zero_optimization.reduce_bucket_size": str(self.zero_reduce_bucket_size()),
             "communication_data_type": str(self.config.get("communication_data_type")),
         }
@@ -119,19 +120,14 @@ class LazyReduceMixin(CheckpointGuardMixin):
         written = self.config.get("communication_data_type")
         kernel = agree_on_kernel(section.kernel, self.seq_data_parallel_group, self.device)
         self._kernel = kernel.name
-        node_size = _ranks_per_host()
-        if dist.get_world_size(group=self.seq_data_parallel_group) > node_size:
-            _warn_once_per_engine(
-                "lazy_reduce.gradient_partition.collective: ranks span hosts; the flat all-to-all sends node_size / 2 "
-                "times the bytes between nodes that a ring all-reduce does (a two-hop collective is not available yet)"
-            )
         if self._config.comms_config.comms_logger_enabled:
             _warn_once_per_engine("comms_logger makes every collective wait: reductions do not overlap with backward")
+        wire = lazy_config.wire_dtype(self._lazy, model_dtype, None if written == "auto" else written)
         return PartitionSettings(
             bucket_elements=partial(lazy_config.bucket_elements, self._lazy, self.zero_reduce_bucket_size()),
-            wire_dtype=lazy_config.wire_dtype(self._lazy, model_dtype, None if written == "auto" else written),
+            wire_dtype=wire,
             accumulate=kernel,
-            node_size=node_size,
+            reduce_scatter=partial(choose_reduce_scatter, section, kernel),
             max_in_flight=section.max_in_flight,
             carry_over=section.carry_over,
             reduce_every=section.reduce_every,
@@ -208,6 +204,10 @@ class LazyReduceMixin(CheckpointGuardMixin):
         if self._lazy.gradient_partition.enabled:
             self.optimizer.abort_micro_step()
 
+    def _complete_broken_pass(self) -> None:
+        if self._lazy.gradient_partition.enabled:
+            self.optimizer.complete_broken_pass()
+
     def _backward_prologue(self):
         if self._lazy.token_normalization.enabled and not self._running_engine_backward:
             raise ValueError(
@@ -250,6 +250,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
 
     def flush_metrics(self) -> dict[str, float]:
         """Reports the open logging window now. Collective: every rank calls it. Returns ``{name: value}``."""
+        self._complete_broken_pass()
         return self._metrics.flush(self.global_samples)
 
     @property
@@ -291,6 +292,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
 
     def save_checkpoint(self, save_dir, tag=None, *args, **kwargs):
         """Stock's ``save_checkpoint``, with the open logging window of all ranks in a file of its own."""
+        self._complete_broken_pass()
         if save_dir:  # else stock's to refuse
             tag = f"global_step{self.global_steps}" if tag is None else tag
             window = self._metrics.export_open_window()
@@ -316,6 +318,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
         Raises:
             CheckpointError: the window's file is damaged; on every rank, before anything is loaded.
         """
+        self._complete_broken_pass()
         window = None
         if not load_module_only:
             latest = "latest_universal" if self.load_universal_checkpoint() else "latest"
@@ -372,11 +375,6 @@ def _masked(value: torch.Tensor, weight):
     if weight:
         return value
     return torch.where(torch.zeros_like(value, dtype=torch.bool), value, 0)  # still a result of autograd
-
-
-def _ranks_per_host() -> int:
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun and deepspeed; MPI
-    return int(local) if local else dist.get_world_size()
 
 
 def _warn_once_per_engine(message: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +26,18 @@ class StockGroup:
     process_group: Any
     exchange: LayoutExchange
 
-    def pull(self, ours: torch.Tensor) -> torch.Tensor:
-        """This rank's stock partition of ``ours``, a tensor that lies as the master does. Collective; on the host."""
-        partition = torch.zeros(self.layout.partition_size, dtype=ours.dtype)
-        self.exchange.forward(ours.detach(), partition)
-        return partition
+    def pull(self, ours: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's stock partitions of tensors that lie as the master does. Collective; on the host."""
+        partitions = [torch.empty(self.layout.partition_size, dtype=tensor.dtype) for tensor in ours]
+        for partition in partitions:
+            for start, stop in self.layout.gaps(self.rank):
+                partition[start:stop] = 0
+        self.exchange.forward([tensor.detach() for tensor in ours], partitions)
+        return partitions
 
-    def push(self, partition: torch.Tensor, ours: torch.Tensor) -> None:
+    def push(self, partitions: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> None:
         """The reverse of :meth:`pull`; padding in ``ours`` stays as it is."""
-        self.exchange.backward(partition, ours.detach())
+        self.exchange.backward(partitions, [tensor.detach() for tensor in ours])
 
     def is_sharded(self, value: Any) -> bool:
         """Whether ``value``, of the wrapped optimizer's state here, lies as the master does."""

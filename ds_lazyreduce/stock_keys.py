@@ -134,10 +134,7 @@ STOCK_KEYS = (
 
 # Key of gradient_partition, which values are not built yet, what to write meanwhile. One line a feature.
 _NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("collective", lambda value: value == "reduce_scatter", one_of("auto", "all_to_all")),
-    ("collective", lambda value: value == "hierarchical", one_of("auto", "all_to_all")),
-    ("node_size", lambda value: value != "auto", one_of("auto")),
-    ("across_dtype", lambda value: value != "fp32", one_of("fp32")),
+    ("collective", lambda value: value == "reduce_scatter", one_of("auto", "all_to_all", "hierarchical")),
 )
 
 

@@ -68,6 +68,15 @@ class StockLayout:
                 fragments[index] = (begin - first, end - begin)
         return fragments
 
+    def gaps(self, rank: int) -> list[tuple[int, int]]:
+        """``(start, stop)`` of the runs of padding in the rank's partition, from left to right."""
+        gaps, end = [], 0
+        for start, numel in [*sorted(self.fragments(rank).values()), (self.partition_size, 0)]:
+            if start > end:
+                gaps.append((end, start))
+            end = start + numel
+        return gaps
+
     def placements(self) -> list[Placement]:
         """Where the parameters lie, in the user's order."""
         return [Placement(start, self.partition_size, 0) for start in self.starts()]

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -24,9 +25,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 from deepspeed.utils.torch import register_grad_hook
 
-from .bucket_chain import AccumulatingChain, Bucket, BucketChain, BufferPool, Slot
+from .bucket_chain import AccumulatingChain, Bucket, BucketChain, Slot
 from .bucket_layout import initial_order
-from .collectives import make_reduce_scatter
+from .buffer_pool import BufferPool
+from .collectives import ReduceScatter
 from .config import ConfigError
 from .gradient_scalars import StepScalars, agree, local_norm_squared
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
@@ -44,14 +46,14 @@ class PartitionSettings:
 
     bucket_elements, wire_dtype: see ``BucketedZeroOptimizer``.
     accumulate: ``accumulate(partition [S] fp32, rows [N, S], scale)``, in place.
-    node_size: consecutive ranks that share a host.
+    reduce_scatter: ``process group -> the reduce-scatter of its buckets``; called once a group.
     normalize_tokens: whether gradients are divided by the window's token count instead of averaged.
     """
 
     bucket_elements: Callable[[int, int], int]
     wire_dtype: torch.dtype
     accumulate: Callable[[torch.Tensor, torch.Tensor, float], None]
-    node_size: int
+    reduce_scatter: Callable[[Any], ReduceScatter]
     max_in_flight: int
     carry_over: bool
     reduce_every: int | str
@@ -122,12 +124,13 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._pool = BufferPool(torch.device(get_accelerator().current_device_name()))
         self._slots: dict[torch.Tensor, Slot] = {}
         buckets, last_arrivals = [], []
+        self._reduce_scatters: dict[Any, ReduceScatter] = {}
         for i, params in enumerate(self.round_robin_bit16_groups):
             bucket = Bucket(
                 index=i,
                 numel=self.bit16_groups_flat[i].numel(),
                 wire_dtype=self._wire_dtype_of(params[0]),
-                reduce_scatter=make_reduce_scatter(self.real_dp_process_group[i], self._settings.node_size),
+                reduce_scatter=self._reduce_scatter_of(self.real_dp_process_group[i]),
             )
             for param, offset in zip(params, self.round_robin_bit16_offsets[i], strict=True):
                 slot = Slot(bucket, offset, param.numel(), self.param_names.get(param, "unnamed parameter"))
@@ -151,9 +154,16 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             self._settings.carry_over,
         )
 
+    def _reduce_scatter_of(self, group) -> ReduceScatter:
+        if group not in self._reduce_scatters:
+            self._reduce_scatters[group] = self._settings.reduce_scatter(group)
+        return self._reduce_scatters[group]
+
     def destroy(self):
         super().destroy()
         self.chain.discard_accumulated()
+        while self._reduce_scatters:
+            self._reduce_scatters.popitem()[1].close()
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -195,13 +205,47 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def _settle_gradients(self) -> None:
         self.chain.drain()
 
+    def _link_all_hp_params(self):
+        super()._link_all_hp_params()
+        for param in self._slots:
+            self._complete_before(param, "get_full_hp_grad")
+            self._complete_before(param, "set_full_hp_grad")
+
+    def _complete_before(self, param: torch.Tensor, name: str) -> None:
+        # On every rank, also on those that own nothing of the parameter: completing may be collective.
+        stock = getattr(param, name)
+
+        def completed_first(*args):
+            self._complete_on_all_ranks()
+            return stock(*args)
+
+        setattr(param, name, completed_first)
+
+    def _complete_on_all_ranks(self) -> None:
+        """Before all ranks read or set a gradient: they agree on what only some of them know."""
+        self.complete_broken_pass()
+        if self.chain.is_open:
+            return
+        self._streams.join()
+        self.chain.drain()
+        late = torch.tensor(self.chain.has_accumulated(), dtype=torch.int32, device=self.device)
+        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        which = late.bool().tolist()
+        if self._settings.reduce_every != 1 or self._coalesce_grad_reduction:
+            self._refuse_unreduced(which)
+        elif any(which):
+            self.chain.reduce_accumulated(which)
+
     def _complete_for_reader(self) -> None:
         if self.chain.is_open:
             return  # the base class's own bookkeeping within a backward pass
         self._streams.join()
         self.chain.drain()
-        if any(self.chain.has_accumulated()):
-            names = [bucket.describe() for bucket in self.chain.buckets if bucket.accumulator is not None]
+        self._refuse_unreduced(self.chain.has_accumulated())
+
+    def _refuse_unreduced(self, which: list[bool]) -> None:
+        if any(which):
+            names = [bucket.describe() for bucket in self.chain.buckets if which[bucket.index]]
             raise RuntimeError(
                 f"lazy_reduce: gradients of {', '.join(names)} are in local accumulators and not reduced before "
                 "step(): reduce_every is not 1, or they arrived outside a backward pass of the engine"
@@ -232,11 +276,11 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._graph_task = None if task == -1 else task
         if self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
             return
-        if task == -1:
+        if task == -1 or _pass_reaches_leaves():
             self._open_if_reducing()
         else:
-            # Within a pass that the user started: it may be a torch.autograd.grad, which yields no gradient
-            # of a parameter and which other ranks need not run.
+            # A torch.autograd.grad, which yields no gradient of a parameter and which other ranks need not run,
+            # or a backward that names its inputs.
             self.chain.arm(self._open_if_reducing)
 
     def _open_if_reducing(self) -> None:
@@ -275,10 +319,14 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         for param in self._slots:
             param.grad = None
 
+    def complete_broken_pass(self) -> None:
+        """Before a collective: completes a ``loss.backward()`` that raised and was caught, as others wait for it."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self.abort_micro_step()
+
     def reduce_coalesced(self) -> None:
         """Sends the gradients that ``coalesce_grad_reduction`` gathered, each bucket once."""
-        if self._in_backward:  # the last loss.backward() raised and was caught
-            self.abort_micro_step()
+        self.complete_broken_pass()
         self._reduce_all_accumulated()
 
     def _reduce_all_accumulated(self) -> None:
@@ -328,8 +376,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self.timers.log(OPTIMIZER_TIMERS)
 
     def _complete_window(self) -> StepScalars:
-        if self._in_backward:  # a direct loss.backward() raised and was caught
-            self.abort_micro_step()
+        self.complete_broken_pass()
         self._streams.join()
         if self._schedule.owes_a_pass():
             self._reduce_all_accumulated()
@@ -432,8 +479,30 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             "buckets": len(self.chain.buckets),
             "max_in_flight_seen": counters.max_in_flight_seen,
             "peak_buffer_bytes": self._pool.peak_bytes,
-            "collective": "all_to_all",
+            "collective": self.chain.buckets[0].reduce_scatter.name if self.chain.buckets else "none",
             "wire_dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[kinds.pop()]
             if len(kinds) == 1
             else "mixed",
         }
+
+
+def _pass_reaches_leaves() -> bool:
+    """Within an output's gradient hook: whether the running pass executes the leaves under that output.
+
+    ``loss.backward()`` executes all of them, and is a micro-step even where it reaches no parameter of ours;
+    ``torch.autograd.grad`` executes none. The first leaf found answers for all.
+    """
+    node = torch._C._current_autograd_node()
+    todo = [] if node is None else [node]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        if not node.next_functions:
+            try:
+                return torch._C._will_engine_execute_node(node)
+            except RuntimeError:  # torch's answer for a leaf whose gradient torch.autograd.grad was asked for
+                return False
+        found = [function for function, _ in node.next_functions if function is not None and function not in seen]
+        seen.update(found)
+        todo += found
+    return False

@@ -7,6 +7,7 @@ were exchanged between the ranks on the way in or out.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from .checkpoint import CheckpointError
-from .layout_exchange import LayoutExchange
+from .checkpoint import CheckpointError, raise_on_every_rank
+from .layout_exchange import DEVICE_BYTES, LayoutExchange
 from .stock_group import StockGroup, place_scalars, replace_settings, replaced, tensors_larger_than_one
 from .stock_layout import Placement, plan_transfer, stock_layout
 from .zero_offload import MovableStateZeroOptimizer
@@ -30,10 +31,13 @@ _PARTITIONS = "single_partition_of_fp32_groups"
 _STATE = "base_optimizer_state"
 _ALIGNMENT = "param_alignment_paddings"
 _END_PADDING = "group_paddings"
+_LOSS_SCALER = "loss_scaler"
 
 
 class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptimizer):
     """Buckets in memory, plain ZeRO-2 in files."""
+
+    _host_bytes = 0
 
     def __init__(self, init_optimizer, param_names, *args, round_robin_gradients: bool = False, **kwargs):
         # In the buckets a reordering has no use; files follow the setting, as plain DeepSpeed will expect.
@@ -126,7 +130,9 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
                     )
 
     def state_dict(self):
-        """Plain ZeRO-2's state dict, on the host. Collective: every rank of the data-parallel group calls it.
+        """Plain ZeRO-2's state dict. Collective: every rank of the data-parallel group calls it.
+
+        Tensors are copies on the host, which later steps do not change.
 
         Raises:
             CheckpointError: see :meth:`check_state_is_elementwise`.
@@ -135,11 +141,35 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         partitions, states = [], []
         for group in self._stock_groups:
             master = group.user_group.master
-            partitions.append(torch.zeros(0) if master is None else group.pull(master))
-            state = self.optimizer.state.get(master, {})
-            states.append({key: group.pull(v) if group.is_sharded(v) else v for key, v in state.items()})
+            state = dict(self.optimizer.state.get(master, {}))
+            sharded = [key for key, value in state.items() if group.is_sharded(value)]
+            if master is None:
+                partition, pulled = torch.zeros(0), []
+            else:
+                partition, *pulled = group.pull([master, *(state[key] for key in sharded)])
+            partitions.append(partition)
+            pulled = dict(zip(sharded, pulled, strict=True))
+            states.append({key: pulled[key] if key in pulled else _copy(value) for key, value in state.items()})
+        tensors = [*partitions, *(value for state in states for value in state.values() if torch.is_tensor(value))]
+        self._host_bytes = max(self._host_bytes, sum(tensor.nbytes for tensor in tensors))
         with self._stock_view(partitions, states):
-            return super().state_dict()
+            state_dict = super().state_dict()
+        state_dict[_LOSS_SCALER] = _copy(state_dict[_LOSS_SCALER])
+        return state_dict
+
+    def conversion_bytes(self) -> dict[str, int]:
+        """Memory that conversions between the layouts have taken on this rank, at most, since construction.
+
+        ``device``: buffers of the exchange, of which ``cap`` is the bound. ``staging``: their copies on the host.
+        ``host``: the tensors of a state dict.
+        """
+        exchanges = [group.exchange for group in self._stock_groups]
+        return {
+            "device": max((exchange.peak_device_bytes for exchange in exchanges), default=0),
+            "cap": DEVICE_BYTES,
+            "staging": max((exchange.peak_host_bytes for exchange in exchanges), default=0),
+            "host": self._host_bytes,
+        }
 
     # -- load ------------------------------------------------------------------------------------
 
@@ -179,10 +209,45 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         per_group = [saved["state"].get(g, {}) for g in range(len(groups))] if rigid else saved
         return [sorted(key for key, value in values.items() if tensors_larger_than_one(value)) for values in per_group]
 
+    def load_state_dict(self, state_dict_list, *args, checkpoint_folder=None, **kwargs):
+        """The base class's ``load_state_dict``. Collective.
+
+        Args:
+            state_dict_list: a list with the ``state_dict()`` of every rank of the data-parallel group; those of
+                other ranks may be None, but for elastic checkpoints. The caller keeps it: later steps do not
+                change it.
+
+        Raises:
+            CheckpointError: on every rank, if a state dict does not fit this optimizer. Nothing has changed.
+        """
+        if not checkpoint_folder:
+            self._check_state_dicts(state_dict_list)
+        super().load_state_dict(state_dict_list, *args, checkpoint_folder=checkpoint_folder, **kwargs)
+        self.loss_scaler = _copy(self.loss_scaler)
+
+    def _check_state_dicts(self, states) -> None:
+        # Before any of it is exchanged: a rank that finds out alone would leave the others waiting.
+        rank, ranks = dist.get_rank(group=self.dp_process_group), dist.get_world_size(group=self.dp_process_group)
+        error, keys = None, None
+        try:
+            if not isinstance(states, (list, tuple)) or len(states) != ranks:
+                given = f"{len(states)} of them" if isinstance(states, (list, tuple)) else type(states).__name__
+                raise CheckpointError(
+                    f"load_state_dict: expected a list of {ranks} state dicts, one a data-parallel rank, got {given}"
+                )
+            if not isinstance(states[rank], dict):
+                raise CheckpointError(f"state_dict_list[{rank}]: not a state dict: {type(states[rank]).__name__}")
+            keys = self.check_stock_state(states[rank], f"state_dict_list[{rank}]")
+        except Exception as caught:
+            error = caught
+        for other_rank, other in enumerate(raise_on_every_rank(dist, error, keys, self.dp_process_group)):
+            if other != keys:
+                raise CheckpointError(f"rank {other_rank} loads optimizer state {other}, this rank {keys}")
+
     def _load_legacy_checkpoint(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False):
         """The base class's, from plain ZeRO-2's state dicts. Collective."""
         groups = self._stock_groups
-        partitions = [torch.zeros(g.layout.partition_size, dtype=self.master_weights_and_grads_dtype) for g in groups]
+        partitions = [torch.empty(g.layout.partition_size, dtype=self.master_weights_and_grads_dtype) for g in groups]
         with self._stock_view(partitions, [self._blank_state(g) for g in groups]):
             super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
             # torch's load_state_dict has put new dicts in place of the groups.
@@ -191,7 +256,7 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         if load_from_fp32_weights:
             for group, partition in zip(groups, partitions, strict=True):
                 if group.user_group.master is not None:
-                    group.push(partition, group.user_group.master)
+                    group.push([partition], [group.user_group.master])
         else:
             self._restore_from_bit16_weights()
         if load_optimizer_states:
@@ -202,11 +267,12 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
             self._link_optimizer_state()
 
     def _blank_state(self, group: StockGroup) -> dict:
-        # Elastic checkpoints are copied into what state there is. Its values need no exchange: all are replaced.
+        # Elastic checkpoints are copied into what state there is. Its values need no exchange: all are replaced,
+        # but for padding, which goes nowhere.
         state = self.optimizer.state.get(group.user_group.master, {})
         size = group.layout.partition_size
         return {
-            key: torch.zeros(size, dtype=value.dtype)
+            key: torch.empty(size, dtype=value.dtype)
             if group.is_sharded(value)
             else value.detach().cpu().clone()
             if torch.is_tensor(value)
@@ -217,18 +283,23 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
     def _our_state(self, group: StockGroup, loaded: dict) -> dict:
         master = group.user_group.master
         current = self.optimizer.state.get(master, {})
-        state = {}
-        for key in sorted(loaded):  # exchanges in the same order on every rank
-            value = loaded[key]
+        state, partitions = {}, {}
+        for key, value in loaded.items():
             if group.is_partition(value):
                 ours = current.get(key)
                 if not group.is_sharded(ours) or ours.dtype != value.dtype:
                     ours = torch.zeros_like(master, dtype=value.dtype, requires_grad=False)
-                group.push(value, ours)
-                value = ours
-            state[key] = value
+                state[key], partitions[key] = ours, value
+            else:
+                state[key] = _copy(value)
+        keys = sorted(partitions)  # the same order on every rank
+        group.push([partitions[key] for key in keys], [state[key] for key in keys])
         place_scalars(state, group.user_group)
-        return {key: state[key] for key in loaded}
+        return state
+
+
+def _copy(value):
+    return value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
 
 
 def _nothing() -> None:

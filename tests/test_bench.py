@@ -12,7 +12,7 @@ from ds_lazyreduce import bench
 from ds_lazyreduce.bench_report import Result, Target
 from tests.ranks import ROOT
 
-ALL = ["comm", "step", "hooks", "jitter", "memory"]
+ALL = ["comm", "step", "hooks", "jitter", "memory", "checkpoint"]
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +64,19 @@ def test_json_has_machine_samples_and_ratios(quick_run):
 
 def test_peak_of_buffers_does_not_grow_with_the_number_of_buckets(quick_run):
     _, report = quick_run
-    memory = report["workloads"][-1]["contenders"]
+    memory = report["workloads"][ALL.index("memory")]["contenders"]
     peaks = {name: memory[name]["metrics"]["peak buffers"]["median"] for name in memory}
     assert len(peaks) == 5
     assert peaks["4 buckets"] == peaks["16 buckets"] == peaks["64 buckets"] > 0
+
+
+def test_checkpoints_are_saved_loaded_and_weighed(quick_run):
+    output, report = quick_run
+    workload = report["workloads"][ALL.index("checkpoint")]
+    for name in ("zero2", "lazy"):
+        assert workload["contenders"][name]["metrics"].keys() == {"save", "synced save", "load", "cold load"}
+    assert "zero2" in workload["contenders"]["lazy"]["ratios"]
+    assert "lazy / zero2: save " in output and "(bound 256.0 MiB)" in output
 
 
 def result(**over):
@@ -87,6 +96,9 @@ def test_targets_are_judged(bound, verdict):
     targets = [Target("lazy", "zero2", bound, ranks=4), Target("absent", "zero2", 1.0, ranks=4)]
     table = result(targets=targets).table()
     assert f"target lazy <= {bound} x zero2: 0.500, {verdict}" in table and "absent" not in table
+    other = {"zero2": {"step": [1.0], "load": [4.0]}, "lazy": {"step": [1.0], "load": [2.0]}}
+    table = result(samples=other, targets=[Target("lazy", "zero2", bound, 4, "load")]).table()
+    assert f"target lazy <= {bound} x zero2, load: 0.500, {verdict}" in table
 
 
 def test_table_lines_up_and_leaves_gaps():

@@ -8,14 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_lazyreduce.bucket_chain import Bucket, BucketChain, BufferPool, ReductionError, Slot
+from ds_lazyreduce.bucket_chain import Bucket, BucketChain, ReductionError, Slot
+from ds_lazyreduce.buffer_pool import BufferPool
 
 RANKS = 2  # the other rank of the fake sends 100 times what this one does
 
 
 class FakeHandle:
-    def __init__(self, log, send, receive):
-        self.log, self.send, self.receive = log, send, receive
+    def __init__(self, log, send, buffer, pool):
+        self.log, self.send, self.receive = log, send, buffer.data
+        self.release = lambda: pool.give(buffer)
 
     def wait(self):
         if self.log.fail_at == len(self.log.waits):
@@ -34,13 +36,11 @@ class FakeReduceScatter:
     def __init__(self, log):
         self.log = log
 
-    def receive_numel(self, numel):
-        return numel
-
-    def start(self, send, receive):
-        receive.fill_(float("nan"))
+    def start(self, send, pool):
+        buffer = pool.take(send.numel(), send.dtype)
+        buffer.data.fill_(float("nan"))
         self.log.starts.append(send.numel())
-        return FakeHandle(self.log, send, receive)
+        return FakeHandle(self.log, send, buffer, pool)
 
     def bytes_sent(self, send):
         return send.numel() * send.element_size() // 2

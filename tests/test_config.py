@@ -306,9 +306,6 @@ def test_token_normalization_needs_gradient_partition():
     "keys",
     [
         {"collective": "reduce_scatter"},
-        {"collective": "hierarchical"},
-        {"node_size": 2},
-        {"across_dtype": "wire"},
     ],
 )
 def test_what_is_not_built_yet_says_so(keys):

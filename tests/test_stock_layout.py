@@ -92,6 +92,12 @@ def test_fragments_and_end_padding_cover_every_partition(numels, ranks, round_ro
     padding = sum(layout.end_padding(rank) for rank in range(ranks))
     assert covered + sum(layout.paddings) + padding == layout.numel
     assert all(start % alignment == 0 for start in layout.offsets)
+    for rank in range(ranks):
+        held = [0] * layout.partition_size
+        for start, stop in [*((a, a + n) for a, n in layout.fragments(rank).values()), *layout.gaps(rank)]:
+            for element in range(start, stop):
+                held[element] += 1
+        assert set(held) <= {1}  # every element belongs to a fragment or to a gap
 
 
 def test_the_number_of_rounds_is_near_the_least():
