@@ -327,9 +327,6 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def reduce_coalesced(self) -> None:
         """Sends the gradients that ``coalesce_grad_reduction`` gathered, each bucket once."""
         self.complete_broken_pass()
-        self._reduce_all_accumulated()
-
-    def _reduce_all_accumulated(self) -> None:
         self.chain.reduce_accumulated([True] * len(self.chain.buckets))
         self._schedule.reduced()
 
@@ -379,7 +376,10 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self.complete_broken_pass()
         self._streams.join()
         if self._schedule.owes_a_pass():
-            self._reduce_all_accumulated()
+            # As a backward pass without gradients would: other ranks may have reduced in one, in the wire dtype.
+            self.chain.open()
+            self.chain.close()
+            self._schedule.reduced()
         self.chain.drain()
         late = self.chain.has_accumulated()
         scalars = self._agree_scalars(late)

@@ -99,7 +99,6 @@ def draw(rng: random.Random, world: int) -> Program:
     tokens = rng.choice([None, None, "sum", "mean"])
     groups = tuple((rng.choice([0.5, 0.25]), rng.choice([0.0, 0.125])) for _ in range(rng.randint(1, 3)))
     shapes = SHAPES + (BIG if rng.random() < 0.1 else [])
-    shapes += [()] if world == 1 else []  # stock's broadcast of the model refuses them
     params = [
         Param(rng.choice(shapes), rng.randrange(len(groups)), rng.random() < 0.15, rng.random() < 0.15)
         for _ in range(rng.randint(1, 8))

@@ -50,7 +50,9 @@ class _Reference:
                 elif name == "metric":
                     self.metric()
             void |= bool(one.failing - one.absent)
-            late |= one.kind in ("around", "retain direct") or any(map(_meets_twice, one.segments))
+            forwards = 2 if one.kind == "joint" else 1
+            late |= one.kind in ("around", "retain direct")
+            late |= any(_meets_twice(segments * forwards) for segments in one.segments)
             reduced += {"around": 0, "two losses": 2, "retain": 2}.get(one.kind, 1)
             for rank in ranks:
                 if rank not in one.absent:
