@@ -118,6 +118,9 @@ class BucketChain:
         pool: owner of the send, receive and local accumulation buffers.
         max_in_flight: reduce-scatters (receive buffers) that may be in flight at once, at least 1.
         carry_over: whether ``close`` may leave reduce-scatters in flight.
+        open_chains: chains with an open micro-step, in the order in which they opened. Several are open in a
+            backward pass through several engines; their buckets must not interleave by arrival, so only the
+            oldest dispatches before its close, and it closes first.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class BucketChain:
         pool: BufferPool,
         max_in_flight: int,
         carry_over: bool,
+        open_chains: list[BucketChain] | None = None,
     ):
         self.buckets = list(buckets)
         self.pool = pool
@@ -137,6 +141,7 @@ class BucketChain:
         self._accumulate = accumulate
         self._max_in_flight = max_in_flight
         self._carry_over = carry_over
+        self._open_chains = [] if open_chains is None else open_chains
         self._in_flight: deque[tuple[Bucket, Buffer, Handle]] = deque()
         self._failure: ReductionError | None = None
         self._order: list[Bucket] = []
@@ -170,6 +175,7 @@ class BucketChain:
             self._order_is_new = False
             self.pool.restart_peak()
         self.is_open = True
+        self._open_chains.append(self)
         self._next = 0
         self._completed = []
         for bucket in self.buckets:
@@ -216,9 +222,12 @@ class BucketChain:
         self._on_arrival = None
         if not self.is_open:
             return
+        while self._open_chains[0] is not self:
+            self._open_chains[0].close()
         while self._next < len(self._order):
             self._dispatch_next()
         self.is_open = False
+        self._open_chains.remove(self)
         if not self._carry_over:  # what is carried over keeps the ring of buffers, too
             self.drain()
 
@@ -252,6 +261,12 @@ class BucketChain:
                 self._dispatch(bucket, self._take_accumulator(bucket))
         self.drain()
 
+    def forget(self) -> None:
+        """Drops everything; the chain is not used any more."""
+        if self in self._open_chains:
+            self._open_chains.remove(self)
+        self.discard_accumulated()
+
     def discard_accumulated(self) -> None:
         """Drops all local accumulators."""
         for bucket in self.buckets:
@@ -282,8 +297,12 @@ class BucketChain:
         bucket.missing -= 1
         if bucket.missing == 0:
             self._completed.append(bucket.index)
-            while self._next < len(self._order) and self._order[self._next].missing == 0:
-                self._dispatch_next()
+            if self._open_chains[0] is self:
+                self._dispatch_complete()
+
+    def _dispatch_complete(self) -> None:
+        while self._next < len(self._order) and self._order[self._next].missing == 0:
+            self._dispatch_next()
 
     def _dispatch_next(self) -> None:
         bucket = self._order[self._next]
@@ -393,4 +412,6 @@ class _Failing:
                 "A rank has probably died or is stuck; no update was applied. Restart from a checkpoint."
             )
             self._chain._failure = failure
+            if self._chain in self._chain._open_chains:  # it never closes
+                self._chain._open_chains.remove(self._chain)
             raise failure from error

@@ -86,7 +86,7 @@ def on_rank_zero(comm: Any, action: Callable[[], Any]) -> Any:
     """The result of ``action`` on rank 0, on every rank; an error there is raised on every rank. Collective.
 
     Args:
-        comm: ``deepspeed.comm`` or ``torch.distributed``.
+        comm: ``torch.distributed``; the comms logger of ``deepspeed.comm`` ends the process at an object exchange.
     """
     outcome: list[Any] = [None, None]
     if comm.get_rank() == 0:
@@ -104,7 +104,7 @@ def raise_on_every_rank(comm: Any, error: Exception | None, value: Any = None, g
     """The ``value`` of every rank; raises on all of them where one or more have an ``error``. Collective.
 
     Args:
-        comm: ``deepspeed.comm`` or ``torch.distributed``.
+        comm: ``torch.distributed``; the comms logger of ``deepspeed.comm`` ends the process at an object exchange.
     """
     answers: list[Any] = [None] * comm.get_world_size(group=group)
     comm.all_gather_object(answers, (None if error is None else str(error), value), group=group)

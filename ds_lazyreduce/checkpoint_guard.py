@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from deepspeed import comm as dist
 
 from .checkpoint import CheckpointError, on_rank_zero, raise_on_every_rank, replace_file
@@ -56,9 +57,9 @@ class CheckpointGuardMixin:
             return super().save_checkpoint(save_dir, tag, save_latest=save_latest, **arguments)
         with self._write_errors_kept() as errors:
             result = super().save_checkpoint(save_dir, tag, save_latest=False, **arguments)
-        raise_on_every_rank(dist, errors[0] if errors else None)
+        raise_on_every_rank(torch.distributed, errors[0] if errors else None)
         if save_latest:
-            on_rank_zero(dist, lambda: replace_file(os.path.join(save_dir, "latest"), str(tag)))
+            on_rank_zero(torch.distributed, lambda: replace_file(os.path.join(save_dir, "latest"), str(tag)))
         return result
 
     @contextmanager
@@ -217,7 +218,7 @@ class CheckpointGuardMixin:
         """Raises on every rank if ``error`` is set on any, or if what they read differs. Collective."""
         load.agreed = True
         try:
-            for rank, other in enumerate(raise_on_every_rank(dist, error, signature)):
+            for rank, other in enumerate(raise_on_every_rank(torch.distributed, error, signature)):
                 if other != signature:
                     where = f"{load.directory}, tag {load.tag}"
                     raise CheckpointError(f"{where}: rank {rank} read optimizer state {other}, this rank {signature}")

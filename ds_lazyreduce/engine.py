@@ -56,7 +56,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
         # Resolved before the stock constructor communicates, so that a bad value leaves nobody waiting.
         self._interval = lazy_config.logging_interval(lazy_section.deferred_loss, ds_config.get("steps_per_print"))
         super().__init__(*args, **kwargs)
-        all_reduce, gather_names = over_group(dist, self._metrics_group())
+        all_reduce, gather_names = over_group(dist, torch.distributed, self._metrics_group())
         self._metrics = DeferredMetrics(
             device=self.device,
             interval=self._interval,
@@ -94,7 +94,8 @@ class LazyReduceMixin(CheckpointGuardMixin):
 
         def gather(mine):
             everyone = [None] * dist.get_world_size(group=group)
-            dist.all_gather_object(everyone, mine, group=group)
+            # Not through deepspeed.comm: its comms logger does not know the call and ends the process.
+            torch.distributed.all_gather_object(everyone, mine, group=group)
             return everyone
 
         def layout():
@@ -182,6 +183,10 @@ class LazyReduceMixin(CheckpointGuardMixin):
             raise
         except Exception:
             self._abort_pass()
+            raise
+        except BaseException:
+            if self._lazy.gradient_partition.enabled:
+                self.optimizer.leave_broken()
             raise
         return loss if normalize.enabled else result
 
@@ -297,7 +302,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
             tag = f"global_step{self.global_steps}" if tag is None else tag
             window = self._metrics.export_open_window()
             # First, so that whoever finds the checkpoint by its "latest" file finds the window, too.
-            on_rank_zero(dist, lambda: write_window(window_path(save_dir, tag), window))
+            on_rank_zero(torch.distributed, lambda: write_window(window_path(save_dir, tag), window))
         return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def load_checkpoint(
@@ -327,7 +332,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
                 found = tag_to_load(load_dir, tag, latest)
                 return None if found is None else read_window(window_path(load_dir, found))
 
-            window = on_rank_zero(dist, read)
+            window = on_rank_zero(torch.distributed, read)
         loaded = super().load_checkpoint(
             load_dir,
             tag,

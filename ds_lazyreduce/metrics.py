@@ -314,17 +314,21 @@ class DeferredMetrics:
         self._last_on_device = torch.where(count != 0, total / count, before)
 
 
-def over_group(comm: Any, group: Any) -> tuple[Callable[[torch.Tensor], Any], Callable[[list[str]], list[list[str]]]]:
-    """``(all_reduce, gather_names)`` from ``deepspeed.comm`` or ``torch.distributed``.
+def over_group(
+    comm: Any, objects: Any, group: Any
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[list[str]], list[list[str]]]]:
+    """``(all_reduce, gather_names)`` from ``deepspeed.comm`` and ``torch.distributed``.
 
     Args:
-        comm: a module with ``all_reduce``, ``all_gather_object`` and ``get_world_size``.
+        comm: a module with ``all_reduce`` and ``get_world_size``.
+        objects: a module with ``all_gather_object``. Not ``deepspeed.comm``: its comms logger does not know
+            that call and ends the process.
         group: the process group whose ranks are summed, None for all.
     """
 
     def gather_names(names: list[str]) -> list[list[str]]:
         gathered: list[Any] = [None] * comm.get_world_size(group=group)
-        comm.all_gather_object(gathered, names, group=group)
+        objects.all_gather_object(gathered, names, group=group)
         return gathered
 
     return lambda tensor: comm.all_reduce(tensor, group=group), gather_names

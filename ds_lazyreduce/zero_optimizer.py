@@ -39,6 +39,10 @@ from .zero_state import StockStateZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
 
+_NO_GRAPH_TASK = -1
+# Chains with an open micro-step, of all engines of the process: they share process groups.
+_OPEN_CHAINS: list[BucketChain] = []
+
 
 @dataclass(frozen=True)
 class PartitionSettings:
@@ -152,6 +156,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             self._pool,
             self._settings.max_in_flight,
             self._settings.carry_over,
+            _OPEN_CHAINS,
         )
 
     def _reduce_scatter_of(self, group) -> ReduceScatter:
@@ -161,7 +166,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
 
     def destroy(self):
         super().destroy()
-        self.chain.discard_accumulated()
+        self.chain.forget()
         while self._reduce_scatters:
             self._reduce_scatters.popitem()[1].close()
 
@@ -181,7 +186,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             # A tiled computation runs backward several times and says when the sum is complete.
             if not getattr(param, "ds_grad_is_ready", True):
                 return
-            grad = param.grad
+            grad = param.grad.detach()  # with create_graph it is part of a graph
             param.grad = None
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
@@ -318,6 +323,10 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._end_pass()
         for param in self._slots:
             param.grad = None
+
+    def leave_broken(self) -> None:
+        """After a KeyboardInterrupt in backward, under which no collective should start: the next call completes."""
+        self._graph_task = _NO_GRAPH_TASK
 
     def complete_broken_pass(self) -> None:
         """Before a collective: completes a ``loss.backward()`` that raised and was caught, as others wait for it."""

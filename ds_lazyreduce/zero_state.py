@@ -240,7 +240,7 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
             keys = self.check_stock_state(states[rank], f"state_dict_list[{rank}]")
         except Exception as caught:
             error = caught
-        for other_rank, other in enumerate(raise_on_every_rank(dist, error, keys, self.dp_process_group)):
+        for other_rank, other in enumerate(raise_on_every_rank(torch.distributed, error, keys, self.dp_process_group)):
             if other != keys:
                 raise CheckpointError(f"rank {other_rank} loads optimizer state {other}, this rank {keys}")
 

@@ -43,7 +43,7 @@ class Pass:
         direct: ``engine.scale(loss).backward()``; two losses: two forwards, then two of these; retain direct: two
         of these for one forward; around: the wrapped module's own loss.
     segments: of each rank.
-    failing: ranks whose backward raises before the segment ``fail_at``.
+    failing: ranks whose backward raises before the segment ``fail_at``, an error or a KeyboardInterrupt.
     absent: ranks that leave this pass out.
     before: what happens first: "eval", "flush", "metric", "zero_grad"; "read" comes after.
     """
@@ -54,6 +54,7 @@ class Pass:
     tokens: tuple[int, ...]
     failing: frozenset[int]
     fail_at: int
+    interrupt: bool
     absent: frozenset[int]
     before: tuple[str, ...]
     read: bool
@@ -155,7 +156,7 @@ class _Rules:
         if coalesce:
             sizes = [rng.randint(0, 3)]
         micro_steps = tuple(tuple(self.one_pass(coalesce) for _ in range(size)) for size in sizes)
-        after = rng.choice([None] * 12 + ["flush", "flush", "save"] + ["load"] * self.saved)
+        after = rng.choice([None] * 12 + ["flush", "flush", "save"] + ["load"] * 4 * self.saved)
         self.saved |= after == "save"
         return Window(micro_steps, coalesce, rng.random() < 0.5, after)
 
@@ -173,7 +174,9 @@ class _Rules:
         if rng.random() < 0.2 and (self.reduce_every == "boundary" or coalesce or kind == "around"):
             absent = frozenset(rank for rank in ranks if rng.random() < 0.5)
         segments = self.segments()
-        before = ("eval", "flush", "metric", "metric", "zero_grad")
+        before = ["eval", "metric", "metric", "zero_grad"]
+        if self.reduce_every != "boundary":  # there ranks may run unequal numbers of passes, and reduce in any of them
+            before.append("flush")
         return Pass(
             kind=kind,
             seed=rng.randrange(1000),
@@ -181,6 +184,7 @@ class _Rules:
             tokens=tuple(rng.choice([0, 1, 3, 7, 100]) for _ in ranks),
             failing=failing,
             fail_at=rng.randint(0, len(segments)),
+            interrupt=rng.random() < 0.3,
             absent=absent,
             before=tuple(name for name in before if rng.random() < 0.06),
             read=self.reduce_every == 1 and not coalesce and rng.random() < 0.1,
@@ -241,17 +245,17 @@ class Model(torch.nn.Module):
             if param.tied:
                 self.register_parameter(f"tied{index}", self.p[index])
 
-    def forward(self, x, segments, factors, fail_at=None):
+    def forward(self, x, segments, factors, fail_at=None, interrupt=False):
         x = x.clone()
         for position, (segment, values) in enumerate(zip(segments, factors, strict=True)):
             if position == fail_at:
-                x = _Failing.apply(x)
+                x = _Failing.apply(x, interrupt)
             if segment.checkpoint is None:
                 x = self._part(x, segment.uses, values)
             else:
                 reentrant = segment.checkpoint == "reentrant"
                 x = checkpoint(self._part, x, segment.uses, values, use_reentrant=reentrant)
-        return _Failing.apply(x) if fail_at == len(segments) else x
+        return _Failing.apply(x, interrupt) if fail_at == len(segments) else x
 
     def _part(self, x, uses, values):
         for index, value in zip(uses, values, strict=True):
@@ -261,12 +265,13 @@ class Model(torch.nn.Module):
 
 class _Failing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, interrupt):
+        ctx.interrupt = interrupt
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        raise ArithmeticError("broken backward")
+        raise KeyboardInterrupt if ctx.interrupt else ArithmeticError
 
 
 # ---- running
@@ -330,7 +335,7 @@ class _Run:
         if self.rank not in one.absent:
             try:
                 self.backward(one)
-            except ArithmeticError:
+            except (ArithmeticError, KeyboardInterrupt):
                 assert self.rank in one.failing
             else:
                 assert self.rank not in one.failing
@@ -354,7 +359,7 @@ class _Run:
         x = torch.zeros((), requires_grad=True)
         factors = coefficients(self.program, one, self.rank, forward)
         fail_at = one.fail_at if self.rank in one.failing else None
-        return (module or self.engine)(x, one.segments[self.rank], factors, fail_at)
+        return (module or self.engine)(x, one.segments[self.rank], factors, fail_at, one.interrupt)
 
     def backward(self, one):
         engine, kind = self.engine, one.kind

@@ -295,7 +295,7 @@ def test_over_group_asks_the_given_group():
             assert group == "dp"
             tensor.mul_(2)
 
-    all_reduce, gather_names = over_group(Comm(), "dp")
+    all_reduce, gather_names = over_group(Comm(), Comm(), "dp")
     assert gather_names(["ours"]) == [["ours"], ["theirs"]]
     metrics = DeferredMetrics(device="cpu", interval=1, all_reduce=all_reduce, gather_names=gather_names)
     metrics.add("ours", 3.0, 1)

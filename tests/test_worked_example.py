@@ -90,3 +90,58 @@ def test_per_token_equals_one_process_and_a_mean_of_means_does_not(ranks):
     assert abs(tokens[0] / loss - 1) < 1e-6 and abs(tokens[1] / norm - 1) < 1e-5
     assert abs(means[0] / loss - 1) > 1e-4 and abs(means[1] / norm - 1) > 1e-2
     assert (tokens[2], means[2]) == (2, MICRO_STEPS + 2)  # one pack a step, one report
+
+
+def counted_by_the_comms_logger(mode, steps=4):
+    """Small all-reduces of ``steps`` optimizer steps by DeepSpeed's own comms logger, and the loss of the last."""
+    from deepspeed import comm as dist
+
+    model = _model()
+    engine = make_engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        base_config(
+            precision="fp32",
+            gradient_accumulation_steps=MICRO_STEPS,
+            steps_per_print=steps,
+            comms_logger={"enabled": True, "prof_all": True},
+            lazy={"token_normalization": {"enabled": mode == "lazy"}},
+        ),
+    )
+    logged = dist.comm.comms_logger.comms_dict
+    logged.clear()
+    total, count = torch.zeros(2, dtype=torch.float64)
+    for _ in range(steps):
+        for inputs, labels in _batches(dist.get_rank()):
+            logits = engine(inputs).float().flatten(0, 1)
+            n = (labels != -100).sum()
+            loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+            if mode == "lazy":
+                engine.backward(loss, num_tokens=n)
+            else:
+                pair = torch.stack([loss.detach().double(), n.double()])
+                dist.all_reduce(pair[:1])
+                dist.all_reduce(pair[1:])
+                total, count = total + pair[0], count + pair[1]
+                engine.backward(loss / n)
+            engine.step()
+    small = {nbytes: records[0] for nbytes, records in logged.get("all_reduce", {}).items() if nbytes <= 128}
+    return sum(small.values()), engine.last_metrics["train_loss"], (total / count).item() if count else None
+
+
+def test_collectives_by_the_comms_logger(ranks):
+    before = ranks(2).run(counted_by_the_comms_logger, "loss and token count per micro-step")[0]
+    after = ranks(2).run(counted_by_the_comms_logger, "lazy")[0]
+    print(f"\nsmall all-reduces in 4 optimizer steps of 4 micro-steps: before {before[0]}, after {after[0]}")
+    assert before[0] == 4 * (2 * MICRO_STEPS + 1) + 1  # two a micro-step, and what the step and the report take
+    assert after[0] == 4 + 1
+
+
+def one_window(mode):
+    return counted_by_the_comms_logger(mode, steps=1)
+
+
+def test_the_same_loss_as_reduced_at_every_micro_step(ranks):
+    before = ranks(2).run(one_window, "loss and token count per micro-step")[0]
+    after = ranks(2).run(one_window, "lazy")[0]
+    assert abs(after[1] / before[2] - 1) < 1e-6
