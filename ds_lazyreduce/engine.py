@@ -213,6 +213,12 @@ class LazyReduceMixin(CheckpointGuardMixin):
         if self._lazy.gradient_partition.enabled:
             self.optimizer.complete_broken_pass()
 
+    def _complete_skipped_pass(self) -> None:
+        # Without managed accumulation a step takes any number of passes, and none is owed to it.
+        if self._lazy.gradient_partition.enabled and self.managed_gradient_accumulation():
+            self._mirror_boundary()
+            self.optimizer.complete_skipped_pass()
+
     def _backward_prologue(self):
         if self._lazy.token_normalization.enabled and not self._running_engine_backward:
             raise ValueError(
@@ -230,6 +236,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
             super()._flush_coalesced_reduction_zero12(optimizer)
 
     def step(self, *args, **kwargs):
+        self._complete_skipped_pass()
         steps_before = self.global_steps
         super().step(*args, **kwargs)
         if self.global_steps != steps_before:

@@ -99,6 +99,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._void = False
         self._order_agreed = False
         self._in_backward = False
+        self._passed = False  # a backward pass began since the engine's last step
         self._graph_task: int | None = None
         self._scalar_collectives = 0
         self._warned_no_tokens = False
@@ -276,7 +277,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
                 return  # one more output of the same pass
             self.abort_micro_step()  # an earlier loss.backward() raised and never came to its end
         super().enter_backward()
-        self._in_backward = True
+        self._in_backward = self._passed = True
         self._streams.settle()
         self._graph_task = None if task == -1 else task
         if self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
@@ -332,6 +333,17 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         """Before a collective: completes a ``loss.backward()`` that raised and was caught, as others wait for it."""
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self.abort_micro_step()
+
+    def complete_skipped_pass(self) -> None:
+        """At each ``engine.step``: a rank that ran no backward since the last one takes part with zeros.
+
+        It skipped a bad batch, or its forward raised and was caught; other ranks reduce in theirs.
+        """
+        self.complete_broken_pass()
+        if not self._passed:
+            self._open_if_reducing()
+            self.chain.close()
+        self._passed = False
 
     def reduce_coalesced(self) -> None:
         """Sends the gradients that ``coalesce_grad_reduction`` gathered, each bucket once."""

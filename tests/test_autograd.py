@@ -191,6 +191,30 @@ def test_a_backward_that_fails_before_its_first_gradient(ranks, direct):
     assert ranks(2).run(fails_before_the_first_gradient, direct, timeout=30) == [(0.0, 1)] * 2
 
 
+def skips_a_backward(reduce_every, skipped, raises):
+    config = base_config(lazy={"gradient_partition": {"reduce_every": reduce_every}}, gradient_accumulation_steps=2)
+    model = OneVec(8)
+    engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=1.0), config)
+    weights = []
+    for micro_step in range(4):
+        if micro_step != skipped or _rank() == 0:
+            engine.backward(engine(_ones()))
+        elif raises:
+            with pytest.raises(TypeError):
+                engine("not a batch")
+        engine.step()
+        if micro_step % 2:
+            weights.append(masters(engine)["w"][0].item())
+    return weights, engine.skipped_steps
+
+
+@pytest.mark.parametrize("reduce_every", [1, 2, "boundary"])
+@pytest.mark.parametrize("skipped, raises", [(0, False), (1, False), (1, True)])
+def test_a_micro_step_without_backward_counts_as_zero(ranks, reduce_every, skipped, raises):
+    expected = [-0.75, -1.75]  # three of four gradients of 1, then four of four
+    assert ranks(2).run(skips_a_backward, reduce_every, skipped, raises, timeout=30) == [(expected, 0)] * 2
+
+
 class Branches(torch.nn.Module):
     def __init__(self):
         super().__init__()
