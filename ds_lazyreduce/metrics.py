@@ -21,6 +21,7 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -230,7 +231,7 @@ class DeferredMetrics:
 
     def finish_at_exit(self) -> None:
         """Have :meth:`finish` called when the interpreter exits, should this object still exist then."""
-        atexit.register(_finish_if_alive, weakref.ref(self))
+        weakref.finalize(self, atexit.unregister, atexit.register(partial(_finish_if_alive, weakref.ref(self))))
 
     @property
     def last(self) -> dict[str, float]:
