@@ -12,7 +12,7 @@ import torch
 
 from .harness import base_config, make_engine
 
-STEPS = int(os.environ.get("LAZYREDUCE_SOAK_STEPS") or 600)
+STEPS = int(os.environ.get("LAZYREDUCE_SOAK_STEPS") or 400)
 ENGINES = int(os.environ.get("LAZYREDUCE_SOAK_ENGINES") or 8)
 SAMPLES = 4
 MiB = 2**20
@@ -58,7 +58,7 @@ def _train(engine, steps):
 
 def many_steps(steps):
     engine = _engine()
-    _train(engine, 50)  # the order is learned, the report agreed, allocators have their arenas
+    _train(engine, 50)  # the order is learned, names of metrics are agreed
     samples = [_held()]
     for _ in range(SAMPLES):
         started = time.perf_counter()
@@ -80,23 +80,23 @@ def many_engines(engines):
     return samples
 
 
-def _check_flat(samples, mebibytes):
+def _check_flat(samples):
     print(*samples, sep="\n")
-    first, last = samples[0], samples[-1]
+    first, last = samples[1], samples[-1]  # before that allocators still get their arenas
     for what in ("files", "threads"):
         assert last[what] == first[what], what
     assert last["tensors"] - first["tensors"] <= 2  # of the last step, where a report is on its way
     assert last["objects"] - first["objects"] <= 100
-    assert last["MiB"] - first["MiB"] <= mebibytes
+    assert last["MiB"] - first["MiB"] <= 1
 
 
 @pytest.mark.timeout(300 + STEPS // 20)
 def test_many_steps_hold_no_more_than_a_few(ranks):
     for samples in ranks(2).run(many_steps, STEPS, timeout=200 + STEPS // 25):
-        _check_flat(samples, mebibytes=2)
+        _check_flat(samples)
 
 
 @pytest.mark.timeout(300 + ENGINES * 10)
 def test_engines_that_were_destroyed_leave_nothing(ranks):
     for samples in ranks(2).run(many_engines, ENGINES, timeout=200 + ENGINES * 8):
-        _check_flat(samples, mebibytes=2)
+        _check_flat(samples)
