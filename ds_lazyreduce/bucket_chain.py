@@ -2,7 +2,9 @@
 
     gradient -> slot of its bucket's send buffer -> [bucket complete, and its turn] -> dispatch
     dispatch: drain the oldest while ``max_in_flight`` are in flight; take a receive buffer; start
-    drain:    wait; add the rows in fp32 to the gradient partition; give both buffers back
+    drain:    wait; add the rows in fp32 to the gradient partition; give the buffers back
+
+Copies run on the stream of backward, dispatch and drain on the reduction stream: ``reduction_stream.py``.
 
 (The drain of the predecessor before the next receive buffer is taken is the idea of Megatron-Core's
 distributed optimizer; there it made the transient memory independent of the number of buckets.)
@@ -115,7 +117,7 @@ class BucketChain:
         order: a permutation of the bucket indices, the same on every rank.
         accumulate: ``accumulate(bucket, rows)`` adds ``rows`` ``[N, S]``, summed and scaled in fp32,
             to this rank's gradient partition.
-        pool: owner of the send, receive and local accumulation buffers.
+        pool: owner of the send, receive and local accumulation buffers, and of the order of streams.
         max_in_flight: reduce-scatters (receive buffers) that may be in flight at once, at least 1.
         carry_over: whether ``close`` may leave reduce-scatters in flight.
         open_chains: chains with an open micro-step, in the order in which they opened. Several are open in a
@@ -139,10 +141,11 @@ class BucketChain:
         self.is_open = False
         self._sections = [bucket.sections() for bucket in self.buckets]
         self._accumulate = accumulate
+        self._streams = pool.streams
         self._max_in_flight = max_in_flight
         self._carry_over = carry_over
         self._open_chains = [] if open_chains is None else open_chains
-        self._in_flight: deque[tuple[Bucket, Buffer, Handle]] = deque()
+        self._in_flight: deque[tuple[Bucket, Handle]] = deque()
         self._failure: ReductionError | None = None
         self._order: list[Bucket] = []
         self._next = 0
@@ -171,6 +174,7 @@ class BucketChain:
         self._raise_if_failed()
         if self.is_open:
             raise RuntimeError("a micro-step is open already")
+        self._streams.settle()
         if self._order_is_new:  # what an earlier order took says nothing about this one
             self._order_is_new = False
             self.pool.restart_peak()
@@ -222,20 +226,25 @@ class BucketChain:
         self._on_arrival = None
         if not self.is_open:
             return
-        while self._open_chains[0] is not self:
-            self._open_chains[0].close()
-        while self._next < len(self._order):
-            self._dispatch_next()
+        with self._streams.at_home():  # autograd may call back on another stream
+            while self._open_chains[0] is not self:
+                self._open_chains[0].close()
+            while self._next < len(self._order):
+                self._dispatch_next()
         self.is_open = False
         self._open_chains.remove(self)
         if not self._carry_over:  # what is carried over keeps the ring of buffers, too
             self.drain()
 
     def drain(self) -> None:
-        """Waits for everything in flight and adds it to the gradient partition. Idempotent."""
+        """Waits for everything in flight and adds it to the gradient partition. Idempotent.
+
+        Afterwards the current stream may read the partition, and change it.
+        """
         self._raise_if_failed()
         while self._in_flight:
             self._drain_oldest()
+        self._streams.join()
         self.pool.release()
 
     # -- local accumulators --------------------------------------------------------------------
@@ -256,6 +265,7 @@ class BucketChain:
     def reduce_accumulated(self, which: Sequence[bool]) -> None:
         """Reduces the local accumulators of the buckets in ``which`` (the same on every rank), in fp32."""
         self._raise_if_failed()
+        self._streams.settle()
         for bucket in self._order:
             if which[bucket.index]:
                 self._dispatch(bucket, self._take_accumulator(bucket))
@@ -269,6 +279,7 @@ class BucketChain:
 
     def discard_accumulated(self) -> None:
         """Drops all local accumulators."""
+        self._streams.join()
         for bucket in self.buckets:
             if bucket.accumulator is not None:
                 self.pool.give(bucket.accumulator)
@@ -339,9 +350,9 @@ class BucketChain:
     def _dispatch(self, bucket: Bucket, send: Buffer) -> None:
         while len(self._in_flight) >= self._max_in_flight:
             self._drain_oldest()
-        with self._failing_as(bucket, "start"):
-            handle = bucket.reduce_scatter.start(send.data, self.pool)
-        self._in_flight.append((bucket, send, handle))
+        with self._failing_as(bucket, "start"), self._streams.dispatching():
+            handle = bucket.reduce_scatter.start(send, self.pool)
+        self._in_flight.append((bucket, handle))
         counters = self.counters
         counters.gradient_collectives += 1
         counters.bytes_sent += bucket.reduce_scatter.bytes_sent(send.data)
@@ -349,13 +360,13 @@ class BucketChain:
         counters.max_in_flight_seen = max(counters.max_in_flight_seen, len(self._in_flight))
 
     def _drain_oldest(self) -> None:
-        bucket, send, handle = self._in_flight[0]
-        with self._failing_as(bucket, "complete"):
-            rows = handle.wait()
-        self._in_flight.popleft()
-        self._accumulate(bucket, rows)
-        handle.release()
-        self.pool.give(send)
+        bucket, handle = self._in_flight[0]
+        with self._streams.draining():
+            with self._failing_as(bucket, "complete"):
+                rows = handle.wait()
+            self._in_flight.popleft()
+            self._accumulate(bucket, rows)
+            handle.release()
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

@@ -2,6 +2,10 @@
 
 A collective moves bytes; the last sum is the caller's, in fp32, over the rows that ``wait()`` returns. (The
 low-precision wire with an fp32 sum is the idea of Megatron-Core's ``reduce_scatter_with_fp32_accumulation``.)
+
+On an accelerator all of it is issued on the reduction stream: ``work.wait()`` makes that stream wait, not the host.
+A buffer is given back to the pool where its last user has been issued, see ``buffer_pool.py``; buffers outlive the
+collectives that use them, so that no ``record_stream`` on the backend's own stream is needed.
 """
 
 from __future__ import annotations
@@ -15,13 +19,13 @@ from .buffer_pool import Buffer, BufferPool
 
 
 class Handle(Protocol):
-    """A started reduce-scatter; it owns its receive buffers until ``release``."""
+    """A started reduce-scatter; it owns its send and receive buffers, and gives the last back in ``release``."""
 
     def wait(self) -> torch.Tensor:
         """The rows to be summed for this rank's shard, ``[rows, S]``. Every rank waits in the order it started."""
 
     def release(self) -> None:
-        """Gives the receive buffers back: the rows have been summed."""
+        """Gives back what the rows are in: they have been summed."""
 
 
 class ReduceScatter(Protocol):
@@ -29,8 +33,8 @@ class ReduceScatter(Protocol):
 
     name: str
 
-    def start(self, send: torch.Tensor, pool: BufferPool) -> Handle:
-        """Starts the exchange of ``send`` ``[N * S]``, which may not be touched until the handle is released."""
+    def start(self, send: Buffer, pool: BufferPool) -> Handle:
+        """Starts the exchange of ``send`` ``[N * S]``, which goes back to the pool as soon as it has been sent."""
 
     def bytes_sent(self, send: torch.Tensor) -> int:
         """Bytes that leave this rank for other ranks."""
@@ -42,15 +46,18 @@ class ReduceScatter(Protocol):
         """Frees process groups made for it."""
 
 
-class _AllToAllHandle:
-    __slots__ = ("_work", "_receive", "_rows", "_pool")
+class _FlatHandle:
+    """Of one collective that reads ``send`` and fills ``receive``."""
 
-    def __init__(self, work, receive: Buffer, rows: int, pool: BufferPool):
-        self._work, self._receive, self._rows, self._pool = work, receive, rows, pool
+    __slots__ = ("_work", "_send", "_receive", "_rows", "_pool")
+
+    def __init__(self, work, send: Buffer, receive: Buffer, rows: int, pool: BufferPool):
+        self._work, self._send, self._receive, self._rows, self._pool = work, send, receive, rows, pool
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:  # None: the comms logger made the call synchronous
             self._work.wait()
+        self._pool.give(self._send)  # before the rows are summed: backward may be waiting for it
         return self._receive.data.view(self._rows, -1)
 
     def release(self) -> None:
@@ -75,10 +82,10 @@ class AllToAll:
         here = node_of_rank[dist.get_rank(group=group)]
         self._remote_ranks = sum(node != here for node in node_of_rank)
 
-    def start(self, send: torch.Tensor, pool: BufferPool) -> Handle:
-        receive = pool.take(send.numel(), send.dtype)
-        work = dist.all_to_all_single(receive.data, send, group=self._group, async_op=True)
-        return _AllToAllHandle(work, receive, self._ranks, pool)
+    def start(self, send: Buffer, pool: BufferPool) -> Handle:
+        receive = pool.take(send.data.numel(), send.data.dtype)
+        work = dist.all_to_all_single(receive.data, send.data, group=self._group, async_op=True)
+        return _FlatHandle(work, send, receive, self._ranks, pool)
 
     def bytes_sent(self, send: torch.Tensor) -> int:
         return send.numel() * send.element_size() * (self._ranks - 1) // self._ranks
@@ -90,17 +97,51 @@ class AllToAll:
         pass
 
 
-class _LocalHandle:
-    __slots__ = ("_send",)
+class BackendReduceScatter:
+    """The backend's own ``reduce_scatter_tensor``: summed in the wire dtype, in the backend's order.
 
-    def __init__(self, send: torch.Tensor):
-        self._send = send
+    The one row ``[1, S]`` is this rank's shard, already summed; so a receive buffer is 1/N of the bucket. Bytes are
+    those of a ring of the ranks in order; what a backend does in fact (trees, switches that sum) it does not tell.
+
+    Args:
+        group: process group of the bucket's data-parallel ranks.
+        node_of_rank: for each rank of ``group`` the node it runs on.
+    """
+
+    name = "reduce_scatter"
+
+    def __init__(self, group, node_of_rank: list[int]):
+        self._group = group
+        self._ranks = len(node_of_rank)
+        rank = dist.get_rank(group=group)
+        self._successor_is_remote = node_of_rank[(rank + 1) % self._ranks] != node_of_rank[rank]
+
+    def start(self, send: Buffer, pool: BufferPool) -> Handle:
+        receive = pool.take(send.data.numel() // self._ranks, send.data.dtype)
+        work = dist.reduce_scatter_tensor(receive.data, send.data, group=self._group, async_op=True)
+        return _FlatHandle(work, send, receive, 1, pool)
+
+    def bytes_sent(self, send: torch.Tensor) -> int:
+        return send.numel() * send.element_size() * (self._ranks - 1) // self._ranks
+
+    def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
+        return self.bytes_sent(send) if self._successor_is_remote else 0
+
+    def close(self) -> None:
+        pass
+
+
+class _LocalHandle:
+    __slots__ = ("_send", "_pool")
+
+    def __init__(self, send: Buffer, pool: BufferPool):
+        self._send, self._pool = send, pool
 
     def wait(self) -> torch.Tensor:
-        return self._send.view(1, -1)
+        return self._send.data.view(1, -1)
 
     def release(self) -> None:
-        pass
+        self._pool.give(self._send)
 
 
 class SingleRank:
@@ -108,8 +149,8 @@ class SingleRank:
 
     name = "all_to_all"
 
-    def start(self, send: torch.Tensor, pool: BufferPool) -> Handle:
-        return _LocalHandle(send)
+    def start(self, send: Buffer, pool: BufferPool) -> Handle:
+        return _LocalHandle(send, pool)
 
     def bytes_sent(self, send: torch.Tensor) -> int:
         return 0

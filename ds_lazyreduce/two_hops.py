@@ -17,13 +17,15 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 
-from .buffer_pool import BufferPool
+from .buffer_pool import Buffer, BufferPool
 from .collectives import Handle
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor, float], None]
 
 
 class _TwoHopsHandle:
+    """Each buffer goes back when its last reader has been issued; the next one taken may be the same memory."""
+
     def __init__(self, hops: TwoHops, work, packed, received, pool: BufferPool):
         self._hops, self._work, self._pool = hops, work, pool
         self._packed, self._received, self._rows = packed, received, None
@@ -80,11 +82,13 @@ class TwoHops:
             members[node * node_size : (node + 1) * node_size], members[place::node_size]
         )
 
-    def start(self, send: torch.Tensor, pool: BufferPool) -> Handle:
-        packed = pool.take(send.numel(), send.dtype)
-        shards = send.view(self.nodes, self.node_size, -1)
+    def start(self, send: Buffer, pool: BufferPool) -> Handle:
+        numel, dtype = send.data.numel(), send.data.dtype
+        packed = pool.take(numel, dtype)
+        shards = send.data.view(self.nodes, self.node_size, -1)
         packed.data.view(self.node_size, self.nodes, -1).copy_(shards.transpose(0, 1))
-        received = pool.take(send.numel(), send.dtype)
+        pool.give(send)  # packed is what travels
+        received = pool.take(numel, dtype)
         work = dist.all_to_all_single(received.data, packed.data, group=self.inside, async_op=True)
         return _TwoHopsHandle(self, work, packed, received, pool)
 

@@ -32,8 +32,8 @@ from .collectives import ReduceScatter
 from .config import ConfigError
 from .gradient_scalars import StepScalars, agree, local_norm_squared
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
-from .producer_streams import make_streams
 from .reduce_schedule import make_schedule
+from .reduction_stream import make_streams
 from .token_window import TokenWindow
 from .zero_state import StockStateZeroOptimizer
 
@@ -126,7 +126,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._build_chain()
 
     def _build_chain(self) -> None:
-        self._pool = BufferPool(torch.device(get_accelerator().current_device_name()))
+        self._pool = BufferPool(torch.device(get_accelerator().current_device_name()), self._streams)
         self._slots: dict[torch.Tensor, Slot] = {}
         buckets, last_arrivals = [], []
         self._reduce_scatters: dict[Any, ReduceScatter] = {}
@@ -201,7 +201,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def _accumulate_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
         user_group = self._group_of_bucket[bucket.index]
         if user_group.gradient is None:
-            user_group.gradient = self._zero_gradient(user_group)
+            with self._streams.allocating():  # this runs on the reduction stream
+                user_group.gradient = self._zero_gradient(user_group)
             for i in user_group.buckets:
                 start, stop = self._shard_range[i]
                 self._publish_gradient(i, user_group.gradient[start:stop])
@@ -232,7 +233,6 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self.complete_broken_pass()
         if self.chain.is_open:
             return
-        self._streams.join()
         self.chain.drain()
         late = torch.tensor(self.chain.has_accumulated(), dtype=torch.int32, device=self.device)
         dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.dp_process_group)
@@ -245,7 +245,6 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def _complete_for_reader(self) -> None:
         if self.chain.is_open:
             return  # the base class's own bookkeeping within a backward pass
-        self._streams.join()
         self.chain.drain()
         self._refuse_unreduced(self.chain.has_accumulated())
 
@@ -395,7 +394,6 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
 
     def _complete_window(self) -> StepScalars:
         self.complete_broken_pass()
-        self._streams.join()
         if self._schedule.owes_a_pass():
             # As a backward pass without gradients would: other ranks may have reduced in one, in the wire dtype.
             self.chain.open()
@@ -478,6 +476,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._schedule.restart()
         self.averaged_gradients.clear()
         for user_group in self._user_groups:
+            if user_group.gradient is not None:
+                self._streams.retire(user_group.gradient)
             user_group.gradient = None
         self.chain.discard_accumulated()
 

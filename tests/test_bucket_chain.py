@@ -16,14 +16,15 @@ RANKS = 2  # the other rank of the fake sends 100 times what this one does
 
 class FakeHandle:
     def __init__(self, log, send, buffer, pool):
-        self.log, self.send, self.receive = log, send, buffer.data
+        self.log, self.send, self.receive, self.pool = log, send, buffer.data, pool
         self.release = lambda: pool.give(buffer)
 
     def wait(self):
         if self.log.fail_at == len(self.log.waits):
             raise RuntimeError("connection closed by peer")
         self.log.waits.append(self.send)
-        shard = self.send[: self.send.numel() // RANKS]
+        shard = self.send.data[: self.send.data.numel() // RANKS].clone()
+        self.pool.give(self.send)
         rows = self.receive.view(RANKS, -1)
         rows[0].copy_(shard)
         rows[1].copy_(shard * 100)
@@ -37,9 +38,9 @@ class FakeReduceScatter:
         self.log = log
 
     def start(self, send, pool):
-        buffer = pool.take(send.numel(), send.dtype)
+        buffer = pool.take(send.data.numel(), send.data.dtype)
         buffer.data.fill_(float("nan"))
-        self.log.starts.append(send.numel())
+        self.log.starts.append(send.data.numel())
         return FakeHandle(self.log, send, buffer, pool)
 
     def bytes_sent(self, send):
