@@ -1,4 +1,4 @@
-"""Which reduce-scatter a process group gets: flat inside one node, two hops across nodes."""
+"""Which reduce-scatter a process group gets: if not told, flat inside one node, two hops across nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 from deepspeed import comm as dist
 
-from .collectives import AllToAll, ReduceScatter, SingleRank
+from .collectives import AllToAll, BackendReduceScatter, ReduceScatter, SingleRank
 from .config import ConfigError, GradientPartitionConfig
 from .two_hops import Accumulate, TwoHops
 
@@ -31,6 +31,8 @@ def choose_reduce_scatter(section: GradientPartitionConfig, accumulate: Accumula
         return SingleRank()
     members = [dist.get_global_rank(group, rank) for rank in range(ranks)]
     hosts = [member // ranks_per_host() for member in members]
+    if section.collective == "reduce_scatter":
+        return BackendReduceScatter(group, hosts)
     node_size = hosts.count(hosts[0]) if section.node_size == "auto" else section.node_size
     # Consecutive ranks of the group share a node, the same number on each.
     regular = ranks % node_size == 0

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from .collective_choice import choose_reduce_scatter, ranks_per_host
 from .config import LazyReduceConfig
 from .kernel_choice import agree_on_kernel
 from .metrics import DeferredMetrics, Scalar, over_group
+from .reduction_stream import overlap_notes
 from .stock_keys import check_against_deepspeed, stock_key_notes
 from .version import __version__
 from .zero_optimizer import LazyZeroOptimizer, PartitionSettings
@@ -121,8 +123,9 @@ class LazyReduceMixin(CheckpointGuardMixin):
         written = self.config.get("communication_data_type")
         kernel = agree_on_kernel(section.kernel, self.seq_data_parallel_group, self.device)
         self._kernel = kernel.name
-        if self._config.comms_config.comms_logger_enabled:
-            _warn_once_per_engine("comms_logger makes every collective wait: reductions do not overlap with backward")
+        backend = torch.distributed.get_backend(self.seq_data_parallel_group)
+        for note in overlap_notes(self._config.comms_config.comms_logger_enabled, backend, os.environ):
+            _warn_once_per_engine(note)
         wire = lazy_config.wire_dtype(self._lazy, model_dtype, None if written == "auto" else written)
         return PartitionSettings(
             bucket_elements=partial(lazy_config.bucket_elements, self._lazy, self.zero_reduce_bucket_size()),
@@ -295,6 +298,8 @@ class LazyReduceMixin(CheckpointGuardMixin):
             "kernel": self._kernel,
             "collective": "none",
             "wire_dtype": "none",
+            "device_memory_before_warm_up": None,
+            "device_memory_after_warm_up": None,
         }
         if self._lazy.gradient_partition.enabled:
             report.update(self.optimizer.lazy_reduce_report())

@@ -25,7 +25,7 @@ No call here waits on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -157,3 +157,16 @@ class ReductionStream(InOrder):
 def make_streams(accelerator: Any) -> InOrder:
     """What fits the accelerator; DeepSpeed's CPU accelerator, for one, has no streams."""
     return InOrder() if accelerator.current_stream() is None else ReductionStream(accelerator)
+
+
+def overlap_notes(comms_logger: bool, backend: str, environ: Mapping[str, str]) -> list[str]:
+    """What keeps reductions from overlapping with backward here, worded as warnings."""
+    notes = []
+    if comms_logger:
+        notes.append("comms_logger makes every collective wait: reductions do not overlap with backward")
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if backend == "nccl" and environ.get(name, "0").lower() in ("1", "true", "y", "yes", "t"):
+            notes.append(
+                f"{name} is set: the host waits for each collective, so reductions hardly overlap with backward"
+            )
+    return notes

@@ -15,7 +15,6 @@ from .config import (
     LazyReduceConfig,
     config_error,
     dtype_conflict,
-    one_of,
     show,
 )
 
@@ -132,11 +131,6 @@ STOCK_KEYS = (
     ),
 )
 
-# Key of gradient_partition, which values are not built yet, what to write meanwhile. One line a feature.
-_NOT_YET: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("collective", lambda value: value == "reduce_scatter", one_of("auto", "all_to_all", "hierarchical")),
-)
-
 
 def check_against_deepspeed(
     section: LazyReduceConfig,
@@ -190,10 +184,6 @@ def _gradient_problems(
         )
     for key, value in _written(ds_config, "refused"):
         problems.append(f"{key.path}: got {show(value)}; {key.reason}")
-    for name, missing, right in _NOT_YET:
-        value = getattr(gradients, name)
-        if missing(value):
-            problems.append(f"{prefix}.{name}: got {show(value)}; not available in this version, expected {right}")
     node = gradients.node_size
     if node != "auto" and gradients.collective in ("all_to_all", "reduce_scatter"):
         problems.append(f'{prefix}.node_size: got {show(node)}; expected "auto" unless "hierarchical"')

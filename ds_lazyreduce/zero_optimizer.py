@@ -35,6 +35,7 @@ from .parameter_gather import STAGED_ELEMENTS, ParameterGather
 from .reduce_schedule import make_schedule
 from .reduction_stream import make_streams
 from .token_window import TokenWindow
+from .warm_up import device_memory_in_use, warm_up
 from .zero_state import StockStateZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
@@ -116,6 +117,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             wire_dtype=settings.wire_dtype,
             **kwargs,
         )
+        self._warm_up()
 
     # -- construction ----------------------------------------------------------------------------
 
@@ -164,6 +166,15 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         if group not in self._reduce_scatters:
             self._reduce_scatters[group] = self._settings.reduce_scatter(group)
         return self._reduce_scatters[group]
+
+    def _warm_up(self) -> None:
+        uses = {}
+        for bucket, group in zip(self.chain.buckets, self.real_dp_process_group, strict=True):
+            uses[group, bucket.wire_dtype] = (group, bucket.reduce_scatter, bucket.wire_dtype)
+        accelerator = get_accelerator()
+        before = device_memory_in_use(accelerator)
+        warm_up(uses.values(), torch.device(accelerator.current_device_name()))
+        self._device_memory = (before, device_memory_in_use(accelerator))
 
     def destroy(self):
         super().destroy()
@@ -504,6 +515,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             "wire_dtype": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[kinds.pop()]
             if len(kinds) == 1
             else "mixed",
+            "device_memory_before_warm_up": self._device_memory[0],
+            "device_memory_after_warm_up": self._device_memory[1],
         }
 
 

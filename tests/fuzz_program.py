@@ -115,7 +115,10 @@ def draw(rng: random.Random, world: int) -> Program:
         "reduce_every": reduce_every,
         "wire_dtype": rng.choice(wires),
         "kernel": rng.choice(["auto", "torch"]),
+        "collective": rng.choice(["auto", "auto", "reduce_scatter"]),
     }
+    if partition["collective"] == "reduce_scatter":
+        partition["wire_dtype"] = "fp32"  # it sums in the wire dtype, where others would round
     rules = _Rules(rng, world, len(params), reduce_every, tokens)
     windows = tuple(rules.window(boundary, gas) for _ in range(rng.randint(1, 4)))
     return Program(

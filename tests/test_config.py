@@ -302,19 +302,6 @@ def test_token_normalization_needs_gradient_partition():
     assert "lazy_reduce.gradient_partition.enabled" in message
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"collective": "reduce_scatter"},
-    ],
-)
-def test_what_is_not_built_yet_says_so(keys):
-    message = error_of(check_against_deepspeed, gradients(**keys), ZERO2)
-    (key,) = keys
-    assert f"lazy_reduce.gradient_partition.{key}: got {json.dumps(keys[key])}; not available in this" in message
-    check_against_deepspeed(gradients(enabled=False, **keys), ZERO2)
-
-
 def test_node_size_must_divide_the_ranks():
     message = error_of(check_against_deepspeed, gradients(node_size=3), ZERO2, world_size=4)
     assert "node_size: got 3; expected a divisor of 4 ranks" in message

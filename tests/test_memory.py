@@ -40,9 +40,9 @@ def _split(model, how):
     return [{"params": list(layer.parameters())} for layer in model.layers]
 
 
-def peak(model_class, buckets, split="one group", max_in_flight=1):
+def train_for_report(model_class, buckets, split="one group", partition=()):
     model = model_class()
-    partition = {"bucket_size": BUCKET * LAYERS // buckets, "max_in_flight": max_in_flight}
+    partition = {"bucket_size": BUCKET * LAYERS // buckets, **dict(partition)}
     engine = make_engine(
         model,
         torch.optim.SGD(_split(model, split), lr=1e-3),
@@ -51,7 +51,11 @@ def peak(model_class, buckets, split="one group", max_in_flight=1):
     for _ in range(4):
         engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)))
         engine.step()
-    report = engine.lazy_reduce_report()
+    return engine.lazy_reduce_report()
+
+
+def peak(model_class, buckets, split="one group", max_in_flight=1):
+    report = train_for_report(model_class, buckets, split, {"max_in_flight": max_in_flight})
     return report["peak_buffer_bytes"], report["buckets"], report["max_in_flight_seen"]
 
 

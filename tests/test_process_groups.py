@@ -1,8 +1,15 @@
 """Data-parallel groups smaller than the world, each against plain ZeRO-2 on 4 ranks."""
 
+import pytest
 import torch
 
 from .harness import base_config, make_engine, masters
+
+COLLECTIVES = pytest.mark.parametrize("collective", ["all_to_all", "reduce_scatter"])
+
+
+def _partition(bucket_size, collective):
+    return collective and {"gradient_partition": {"bucket_size": bucket_size, "collective": collective}}
 
 
 class TensorParallel:
@@ -58,13 +65,13 @@ class Sharded(torch.nn.Module):
         return ((1 + self.model_rank) * x * self.sharded).sum() + (x * self.replicated).sum()
 
 
-def tensor_parallel(lazy):
+def tensor_parallel(collective):
     mpu = TensorParallel()
     model = Sharded(mpu.model_rank)
     engine = make_engine(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        base_config(lazy=lazy and {"gradient_partition": {"bucket_size": 10}}, gradient_clipping=1.0, precision="fp32"),
+        base_config(lazy=_partition(10, collective), gradient_clipping=1.0, precision="fp32"),
         mpu=mpu,
     )
     norms = []
@@ -75,9 +82,10 @@ def tensor_parallel(lazy):
     return norms, masters(engine)
 
 
-def test_tensor_parallel_ranks(ranks):
-    stock = ranks(4).run(tensor_parallel, False)
-    lazy = ranks(4).run(tensor_parallel, True)
+@COLLECTIVES
+def test_tensor_parallel_ranks(ranks, collective):
+    stock = ranks(4).run(tensor_parallel, None)
+    lazy = ranks(4).run(tensor_parallel, collective)
     for (norms, weights), (stock_norms, stock_weights) in zip(lazy, stock, strict=True):
         torch.testing.assert_close(norms, stock_norms, rtol=1e-6, atol=0)
         for name, weight in stock_weights.items():
@@ -102,7 +110,7 @@ class Experts(torch.nn.Module):
         return y.square().mean() + loss * 0.01
 
 
-def experts(lazy):
+def experts(collective):
     from deepspeed import comm as dist
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -111,9 +119,7 @@ def experts(lazy):
     engine = make_engine(
         model,
         torch.optim.AdamW(params, lr=1e-2),
-        base_config(
-            lazy=lazy and {"gradient_partition": {"bucket_size": 70}}, gradient_clipping=0.01, precision="fp32"
-        ),
+        base_config(lazy=_partition(70, collective), gradient_clipping=0.01, precision="fp32"),
     )
     generator = torch.Generator().manual_seed(dist.get_rank())
     norms, losses = [], []
@@ -126,9 +132,10 @@ def experts(lazy):
     return norms, losses, masters(engine)
 
 
-def test_expert_parallel_groups(ranks):
-    stock = ranks(4, fresh=True).run(experts, False)
-    lazy = ranks(4, fresh=True).run(experts, True)
+@COLLECTIVES
+def test_expert_parallel_groups(ranks, collective):
+    stock = ranks(4, fresh=True).run(experts, None)
+    lazy = ranks(4, fresh=True).run(experts, collective)
     for (norms, losses, weights), (stock_norms, stock_losses, stock_weights) in zip(lazy, stock, strict=True):
         torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=0)
         torch.testing.assert_close(norms, stock_norms, rtol=1e-5, atol=0)

@@ -18,7 +18,7 @@ from ds_lazyreduce.accumulate import TorchKernel
 from ds_lazyreduce.bucket_chain import AccumulatingChain, Bucket, BucketChain, Slot
 from ds_lazyreduce.buffer_pool import BufferPool
 from ds_lazyreduce.collectives import AllToAll, BackendReduceScatter, SingleRank
-from ds_lazyreduce.reduction_stream import InOrder, ReductionStream, make_streams
+from ds_lazyreduce.reduction_stream import InOrder, ReductionStream, make_streams, overlap_notes
 from ds_lazyreduce.two_hops import TwoHops
 
 from .stream_simulator import Simulator
@@ -382,3 +382,12 @@ def test_a_device_without_streams_needs_nothing():
     streams = make_streams(Cpu())
     assert type(streams) is InOrder
     assert streams.bring_home(print) is print
+
+
+def test_what_takes_overlap_away_is_said():
+    assert overlap_notes(False, "nccl", {}) == overlap_notes(False, "nccl", {"TORCH_NCCL_BLOCKING_WAIT": "0"}) == []
+    assert overlap_notes(False, "gloo", {"TORCH_NCCL_BLOCKING_WAIT": "1"}) == []
+    (note,) = overlap_notes(False, "nccl", {"TORCH_NCCL_BLOCKING_WAIT": "1"})
+    assert note.startswith("TORCH_NCCL_BLOCKING_WAIT is set")
+    (note,) = overlap_notes(True, "gloo", {})
+    assert note.startswith("comms_logger makes every collective wait")

@@ -113,7 +113,7 @@ def refused(lazy, over):
         (True, {"zero_optimization": {"stage": 1}}, "zero_optimization.stage: got 1; expected 2"),
         (True, {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device"),
         (True, {"prescale_gradients": True}, "prescale_gradients"),
-        ({"gradient_partition": {"collective": "reduce_scatter"}}, {}, "not available in this version"),
+        ({"gradient_partition": {"collective": "reduce_scatter", "node_size": 2}}, {}, "node_size: got 2; expected"),
         ({"gradient_partition": {"enabled": False}, "token_normalization": {"enabled": True}}, {}, "which it needs"),
     ],
 )
