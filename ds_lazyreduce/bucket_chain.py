@@ -28,7 +28,7 @@ import torch
 
 from .bucket_layout import learned_order
 from .buffer_pool import Buffer, BufferPool
-from .collectives import Handle, ReduceScatter
+from .collectives import Handle, ReduceScatter, Traffic
 
 # Gradients of up to so many elements are copied together: there a copy costs its call, not its bytes. At most
 # so many elements are held back for it.
@@ -106,7 +106,18 @@ class Counters:
     gradient_collectives: int = 0
     bytes_sent: int = 0
     bytes_sent_across_nodes: int = 0
+    messages_sent: int = 0
+    messages_sent_across_nodes: int = 0
     max_in_flight_seen: int = 0
+
+    def add(self, traffic: Traffic, in_flight: int) -> None:
+        """Counts a reduce-scatter that has started, with ``in_flight`` of them now under way."""
+        self.gradient_collectives += 1
+        self.bytes_sent += traffic.bytes
+        self.bytes_sent_across_nodes += traffic.bytes_across_nodes
+        self.messages_sent += traffic.messages
+        self.messages_sent_across_nodes += traffic.messages_across_nodes
+        self.max_in_flight_seen = max(self.max_in_flight_seen, in_flight)
 
 
 class BucketChain:
@@ -353,11 +364,7 @@ class BucketChain:
         with self._failing_as(bucket, "start"), self._streams.dispatching():
             handle = bucket.reduce_scatter.start(send, self.pool)
         self._in_flight.append((bucket, handle))
-        counters = self.counters
-        counters.gradient_collectives += 1
-        counters.bytes_sent += bucket.reduce_scatter.bytes_sent(send.data)
-        counters.bytes_sent_across_nodes += bucket.reduce_scatter.bytes_sent_across_nodes(send.data)
-        counters.max_in_flight_seen = max(counters.max_in_flight_seen, len(self._in_flight))
+        self.counters.add(bucket.reduce_scatter.traffic(send.data.numel(), send.data.dtype), len(self._in_flight))
 
     def _drain_oldest(self) -> None:
         bucket, handle = self._in_flight[0]

@@ -3,53 +3,78 @@
 from __future__ import annotations
 
 import logging
-import os
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
 
 from deepspeed import comm as dist
 
 from .collectives import AllToAll, BackendReduceScatter, ReduceScatter, SingleRank
-from .config import ConfigError, GradientPartitionConfig
+from .config import ConfigError, GradientPartitionConfig, show
 from .two_hops import Accumulate, TwoHops
 
 logger = logging.getLogger("ds_lazyreduce")
 
 
-def ranks_per_host() -> int:
-    """Ranks that the launcher started on this host; all of them where no launcher says."""
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun and deepspeed; MPI
-    return int(local) if local else dist.get_world_size()
+def choose_reduce_scatter(
+    section: GradientPartitionConfig, accumulate: Accumulate, host_of_rank: Sequence[int], group
+) -> ReduceScatter:
+    """The reduce-scatter for the data-parallel ranks of ``group``. Collective over all ranks where it has two hops.
 
+    All ranks agree, though each sees its own group only: where every host runs as many ranks as the others, the
+    groups of a job lie on them alike, and where not, ``"auto"`` is flat for every group.
 
-def choose_reduce_scatter(section: GradientPartitionConfig, accumulate: Accumulate, group) -> ReduceScatter:
-    """The reduce-scatter for the data-parallel ranks of ``group``. Collective over the group where it has two hops.
+    Args:
+        host_of_rank: for every global rank its host.
 
     Raises:
-        ConfigError: two hops are asked for and ``node_size`` does not fit the group; on every rank of it.
+        ConfigError: two hops are asked for and the nodes do not fit the group; on every rank of it.
     """
     ranks = dist.get_world_size(group=group)
     if ranks == 1:
         return SingleRank()
-    members = [dist.get_global_rank(group, rank) for rank in range(ranks)]
-    hosts = [member // ranks_per_host() for member in members]
+    hosts = [host_of_rank[dist.get_global_rank(group, rank)] for rank in range(ranks)]
     if section.collective == "reduce_scatter":
         return BackendReduceScatter(group, hosts)
-    node_size = hosts.count(hosts[0]) if section.node_size == "auto" else section.node_size
-    # Consecutive ranks of the group share a node, the same number on each.
-    regular = ranks % node_size == 0
-    if section.node_size == "auto":
-        regular = regular and all(hosts[r] == hosts[r - r % node_size] for r in range(ranks))
-    if section.collective == "hierarchical" and not regular:
+    node_size = section.node_size
+    if node_size == "auto":
+        obstacle = _irregularity(host_of_rank, hosts)
+        node_size = 1 if obstacle else hosts.count(hosts[0])
+    else:
+        obstacle = f"{ranks} ranks make no nodes of {node_size}" if ranks % node_size else None
+    if section.collective == "hierarchical" and obstacle:
         raise ConfigError(
-            f"lazy_reduce.gradient_partition.node_size: got {section.node_size}, which makes nodes of {node_size} "
-            f"ranks; expected a divisor of the {ranks} ranks of the data-parallel group, consecutive ones on one host"
+            f"lazy_reduce.gradient_partition.node_size: got {show(section.node_size)}, but {obstacle}; expected a "
+            f"divisor of the {ranks} ranks of the data-parallel group, or the same number of consecutive ranks on "
+            'every host, or collective "all_to_all"'
         )
     spans_hosts = len(set(hosts)) > 1
-    two_hops = section.collective == "hierarchical" or (section.collective == "auto" and spans_hosts and regular)
-    if two_hops and 1 < node_size < ranks:
+    wanted = section.collective == "hierarchical" or (section.collective == "auto" and spans_hosts)
+    if wanted and 1 < node_size < ranks:
         return TwoHops(group, node_size, accumulate, section.across_dtype == "wire")
     if spans_hosts and dist.get_rank() == 0:
-        logger.warning(
-            "lazy_reduce.gradient_partition.collective: ranks span hosts and the all-to-all is flat: it sends "
-            "node_size / 2 times the bytes between nodes that a ring all-reduce does"
-        )
+        _warn_of_flat(section, hosts, obstacle)
     return AllToAll(group, hosts if section.node_size == "auto" else [rank // node_size for rank in range(ranks)])
+
+
+def _irregularity(host_of_rank: Sequence[int], hosts: Sequence[int]) -> str | None:
+    """Why hosts cannot be nodes, if they cannot: uneven hosts, or ranks of a host that are not consecutive."""
+    sizes = Counter(host_of_rank)
+    if len(set(sizes.values())) > 1:
+        return f"the hosts run {', '.join(map(str, sizes.values()))} ranks"
+    runs = [len(list(run)) for _, run in groupby(hosts)]
+    if len(set(runs)) > 1 or len(runs) > len(set(hosts)):
+        return f"the ranks of the data-parallel group lie on hosts {', '.join(map(str, hosts))}"
+    return None
+
+
+def _warn_of_flat(section: GradientPartitionConfig, hosts: Sequence[int], obstacle: str | None) -> None:
+    largest = max(Counter(hosts).values())
+    unexpected = section.collective == "auto" and obstacle
+    if largest > 2 or unexpected:  # up to 2 ranks a host it is no more than a ring all-reduce sends
+        why = f" because {obstacle}" if unexpected else ""
+        logger.warning(
+            f"lazy_reduce.gradient_partition.collective: ranks span hosts and the all-to-all is flat{why}: between "
+            f"hosts it sends {largest / 2:g} times the bytes of a ring all-reduce; for two hops start the same number "
+            'of consecutive ranks on every host, with collective "auto"'
+        )

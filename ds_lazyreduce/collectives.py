@@ -10,12 +10,27 @@ collectives that use them, so that no ``record_stream`` on the backend's own str
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from deepspeed import comm as dist
 
 from .buffer_pool import Buffer, BufferPool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends to other ranks in one reduce-scatter.
+
+    messages: one for each rank it sends to, in each hop. bytes: of all messages together.
+    messages_across_nodes, bytes_across_nodes: those of them that go to ranks on other nodes.
+    """
+
+    messages: int
+    bytes: int
+    messages_across_nodes: int
+    bytes_across_nodes: int
 
 
 class Handle(Protocol):
@@ -36,11 +51,8 @@ class ReduceScatter(Protocol):
     def start(self, send: Buffer, pool: BufferPool) -> Handle:
         """Starts the exchange of ``send`` ``[N * S]``, which goes back to the pool as soon as it has been sent."""
 
-    def bytes_sent(self, send: torch.Tensor) -> int:
-        """Bytes that leave this rank for other ranks."""
-
-    def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
-        """Bytes that leave this rank for ranks on other nodes."""
+    def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
+        """What an exchange of ``numel`` elements of ``dtype`` sends from this rank."""
 
     def close(self) -> None:
         """Frees process groups made for it."""
@@ -87,11 +99,10 @@ class AllToAll:
         work = dist.all_to_all_single(receive.data, send.data, group=self._group, async_op=True)
         return _FlatHandle(work, send, receive, self._ranks, pool)
 
-    def bytes_sent(self, send: torch.Tensor) -> int:
-        return send.numel() * send.element_size() * (self._ranks - 1) // self._ranks
-
-    def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
-        return send.numel() * send.element_size() * self._remote_ranks // self._ranks
+    def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
+        message = numel // self._ranks * dtype.itemsize
+        others, remote = self._ranks - 1, self._remote_ranks
+        return Traffic(others, others * message, remote, remote * message)
 
     def close(self) -> None:
         pass
@@ -121,11 +132,10 @@ class BackendReduceScatter:
         work = dist.reduce_scatter_tensor(receive.data, send.data, group=self._group, async_op=True)
         return _FlatHandle(work, send, receive, 1, pool)
 
-    def bytes_sent(self, send: torch.Tensor) -> int:
-        return send.numel() * send.element_size() * (self._ranks - 1) // self._ranks
-
-    def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
-        return self.bytes_sent(send) if self._successor_is_remote else 0
+    def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
+        messages = self._ranks - 1
+        sent = messages * (numel // self._ranks * dtype.itemsize)
+        return Traffic(messages, sent, *((messages, sent) if self._successor_is_remote else (0, 0)))
 
     def close(self) -> None:
         pass
@@ -152,11 +162,8 @@ class SingleRank:
     def start(self, send: Buffer, pool: BufferPool) -> Handle:
         return _LocalHandle(send, pool)
 
-    def bytes_sent(self, send: torch.Tensor) -> int:
-        return 0
-
-    def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
-        return 0
+    def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
+        return Traffic(0, 0, 0, 0)
 
     def close(self) -> None:
         pass

@@ -21,8 +21,9 @@ from .agreement import check_agreement
 from .bucket_chain import ReductionError
 from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
 from .checkpoint_guard import CheckpointGuardMixin
-from .collective_choice import choose_reduce_scatter, ranks_per_host
+from .collective_choice import choose_reduce_scatter
 from .config import LazyReduceConfig
+from .hosts import host_of_each_rank
 from .kernel_choice import agree_on_kernel
 from .metrics import DeferredMetrics, Scalar, over_group
 from .reduction_stream import overlap_notes
@@ -110,7 +111,6 @@ class LazyReduceMixin(CheckpointGuardMixin):
         facts = {
             "the version of ds_lazyreduce": __version__,
             "the lazy_reduce section": self._lazy.model_dump_json(),
-            "the number of ranks per host": str(ranks_per_host()),
             "zero_optimization.reduce_bucket_size": str(self.zero_reduce_bucket_size()),
             "communication_data_type": str(self.config.get("communication_data_type")),
         }
@@ -131,7 +131,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
             bucket_elements=partial(lazy_config.bucket_elements, self._lazy, self.zero_reduce_bucket_size()),
             wire_dtype=wire,
             accumulate=kernel,
-            reduce_scatter=partial(choose_reduce_scatter, section, kernel),
+            reduce_scatter=partial(choose_reduce_scatter, section, kernel, host_of_each_rank()),
             max_in_flight=section.max_in_flight,
             carry_over=section.carry_over,
             reduce_every=section.reduce_every,
@@ -292,6 +292,8 @@ class LazyReduceMixin(CheckpointGuardMixin):
             "metric_collectives": self._metrics.collectives,
             "bytes_sent": 0,
             "bytes_sent_across_nodes": 0,
+            "messages_sent": 0,
+            "messages_sent_across_nodes": 0,
             "buckets": 0,
             "max_in_flight_seen": 0,
             "peak_buffer_bytes": 0,

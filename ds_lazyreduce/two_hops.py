@@ -18,7 +18,7 @@ import torch.distributed as torch_dist
 from deepspeed import comm as dist
 
 from .buffer_pool import Buffer, BufferPool
-from .collectives import Handle
+from .collectives import Handle, Traffic
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor, float], None]
 
@@ -92,13 +92,12 @@ class TwoHops:
         work = dist.all_to_all_single(received.data, packed.data, group=self.inside, async_op=True)
         return _TwoHopsHandle(self, work, packed, received, pool)
 
-    def bytes_sent(self, send: torch.Tensor) -> int:
-        inside = send.numel() * send.element_size() * (self.node_size - 1) // self.node_size
-        return inside + self.bytes_sent_across_nodes(send)
-
-    def bytes_sent_across_nodes(self, send: torch.Tensor) -> int:
-        across = self.across_dtype(send.dtype)
-        return send.numel() // self.node_size * across.itemsize * (self.nodes - 1) // self.nodes
+    def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
+        neighbours, other_nodes = self.node_size - 1, self.nodes - 1
+        shard = numel // (self.node_size * self.nodes)
+        inside = neighbours * shard * self.nodes * dtype.itemsize
+        across = other_nodes * shard * self.across_dtype(dtype).itemsize
+        return Traffic(neighbours + other_nodes, inside + across, other_nodes, across)
 
     def across_dtype(self, wire_dtype: torch.dtype) -> torch.dtype:
         """What travels between nodes for a bucket sent in ``wire_dtype``."""

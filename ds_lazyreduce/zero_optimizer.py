@@ -31,6 +31,7 @@ from .buffer_pool import BufferPool
 from .collectives import ReduceScatter
 from .config import ConfigError
 from .gradient_scalars import StepScalars, agree, local_norm_squared
+from .message_size import small_messages
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
 from .reduce_schedule import make_schedule
 from .reduction_stream import make_streams
@@ -161,6 +162,9 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             self._settings.carry_over,
             _OPEN_CHAINS,
         )
+        warning = small_messages(buckets, self._settings.reduce_every)
+        if warning and dist.get_rank() == 0:
+            logger.warning(warning)
 
     def _reduce_scatter_of(self, group) -> ReduceScatter:
         if group not in self._reduce_scatters:
@@ -508,6 +512,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             "scalar_collectives": self._scalar_collectives,
             "bytes_sent": counters.bytes_sent,
             "bytes_sent_across_nodes": counters.bytes_sent_across_nodes,
+            "messages_sent": counters.messages_sent,
+            "messages_sent_across_nodes": counters.messages_sent_across_nodes,
             "buckets": len(self.chain.buckets),
             "max_in_flight_seen": counters.max_in_flight_seen,
             "peak_buffer_bytes": self._pool.peak_bytes,

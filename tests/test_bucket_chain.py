@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ds_lazyreduce.bucket_chain import Bucket, BucketChain, ReductionError, Slot
 from ds_lazyreduce.buffer_pool import BufferPool
+from ds_lazyreduce.collectives import Traffic
 
 RANKS = 2  # the other rank of the fake sends 100 times what this one does
 
@@ -43,11 +44,8 @@ class FakeReduceScatter:
         self.log.starts.append(send.data.numel())
         return FakeHandle(self.log, send, buffer, pool)
 
-    def bytes_sent(self, send):
-        return send.numel() * send.element_size() // 2
-
-    def bytes_sent_across_nodes(self, send):
-        return 0
+    def traffic(self, numel, dtype):
+        return Traffic(messages=1, bytes=numel * dtype.itemsize // 2, messages_across_nodes=0, bytes_across_nodes=0)
 
 
 class Log:

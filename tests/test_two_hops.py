@@ -1,5 +1,8 @@
 """The hierarchical reduce-scatter, with nodes that are ranks of this machine."""
 
+import logging
+import os
+
 import pytest
 import torch
 
@@ -42,22 +45,6 @@ def test_equals_the_flat_all_to_all(ranks, extra, across):
             assert torch.equal(weights[name], weight)  # integers: every order of summation is exact
         assert report["collective"] == "hierarchical"
         assert report["bytes_sent"] == sum(call.bytes_to_peers for call in calls)  # what the report says went out
-
-
-def test_bytes_across_nodes(ranks):
-    numel = 4096
-    across = {}
-    for name, partition in {
-        "flat": {"collective": "all_to_all", "node_size": "auto"},
-        "fp32": {"collective": "hierarchical", "node_size": 2},
-        "wire": {"collective": "hierarchical", "node_size": 2, "across_dtype": "wire"},
-    }.items():
-        report = ranks(4).run(train, partition, [numel], 1)[0][1]
-        across[name] = report["bytes_sent_across_nodes"] / 2  # two steps
-    assert across["fp32"] == numel // 2 * 4 // 2  # one row of fp32 for the one other node
-    assert across["wire"] == across["fp32"] / 2
-    # the flat one knows of one host here: by its arithmetic two of four ranks would be remote
-    assert across["flat"] == 0 and numel * 2 * 2 // 4 == across["fp32"] * 2 / 2
 
 
 def small_contributions():
@@ -104,26 +91,112 @@ def wrong_node_size():
 def test_a_node_size_that_does_not_fit_is_refused_on_every_rank(ranks):
     for error in ranks(4).run_expect_error(wrong_node_size, timeout=60):
         assert error.type == "ConfigError"
-        assert "node_size: got 3" in error.message and "a divisor of the 4 ranks" in error.message
+        assert "node_size: got 3" in error.message and "a divisor of" in error.message
 
 
-def chosen(partition, local):
-    import os
+class Warnings(logging.Handler):
+    """What ds_lazyreduce warns of within the `with`."""
 
-    os.environ["LOCAL_WORLD_SIZE"] = str(local)
-    report = _engine(Chain(blocks=1), partition).lazy_reduce_report()
-    return report["collective"]
+    def __enter__(self):
+        self.messages = []
+        logging.getLogger("ds_lazyreduce").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *exc_info):
+        logging.getLogger("ds_lazyreduce").removeHandler(self)
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def on_hosts(partition, host_of_rank, sizes=(8,)):
+    """One step of ranks that the `deepspeed` launcher has started on these hosts; report and warnings."""
+    host = host_of_rank[_rank()]
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    os.environ.update(CROSS_RANK=str(host), LOCAL_SIZE=str(host_of_rank.count(host)))
+    with Warnings() as messages:
+        engine = _engine(Sizes(sizes), partition)
+        engine.backward(engine(1.0))
+        engine.step()
+    return engine.lazy_reduce_report(), messages
 
 
 @pytest.mark.parametrize(
-    "partition,local,collective",
+    "partition,hosts,collective",
     [
-        ({}, 4, "all_to_all"),
-        ({}, 2, "hierarchical"),
-        ({}, 1, "all_to_all"),  # one rank a host: there is nothing to sum inside
-        ({"collective": "all_to_all"}, 2, "all_to_all"),
-        ({"collective": "hierarchical"}, 4, "all_to_all"),  # one host: one hop
+        ({}, [0, 0, 0, 0], "all_to_all"),
+        ({}, [0, 0, 1, 1], "hierarchical"),
+        ({}, [0, 1, 2, 3], "all_to_all"),  # one rank a host: there is nothing to sum inside
+        ({"collective": "all_to_all"}, [0, 0, 1, 1], "all_to_all"),
+        ({"collective": "hierarchical"}, [0, 0, 0, 0], "all_to_all"),  # one host: one hop
+        ({"collective": "hierarchical", "node_size": 2}, [0, 0, 0, 1], "hierarchical"),  # the user says so
     ],
 )
-def test_auto_takes_two_hops_across_hosts(ranks, partition, local, collective):
-    assert ranks(4).run(chosen, partition, local) == [collective] * 4
+def test_auto_takes_two_hops_across_hosts(ranks, partition, hosts, collective):
+    for report, warnings in ranks(4).run(on_hosts, partition, hosts):
+        assert report["collective"] == collective
+        assert not any("is flat" in warning for warning in warnings)  # up to 2 ranks a host it costs no more
+
+
+@pytest.mark.parametrize(
+    "hosts,why", [([0, 1, 1, 1], "the hosts run 1, 3 ranks"), ([0, 1, 0, 1], "lie on hosts 0, 1, 0, 1")]
+)
+def test_hosts_that_are_no_nodes(ranks, hosts, why):
+    results = ranks(4).run(on_hosts, {}, hosts)
+    assert [report["collective"] for report, _ in results] == ["all_to_all"] * 4
+    said = [warning for warning in results[0][1] if "is flat" in warning]
+    assert len(said) == 1 and why in said[0]
+    for error in ranks(4).run_expect_error(on_hosts, {"collective": "hierarchical"}, hosts, timeout=60):
+        assert error.type == "ConfigError" and why in error.message
+        assert 'node_size: got "auto"' in error.message and "a divisor of the 4 ranks" in error.message
+
+
+def test_a_flat_exchange_that_was_asked_for_says_what_it_costs(ranks):
+    results = ranks(4).run(on_hosts, {"collective": "all_to_all"}, [0, 0, 0, 1])
+    assert any("1.5 times the bytes of a ring all-reduce" in warning for warning in results[0][1])
+
+
+NUMEL, BUCKETS = 4096, 3
+
+
+@pytest.mark.parametrize(
+    "partition,inside,across,inside_bytes,across_bytes",
+    [
+        # per bucket and rank: messages, then bytes, to ranks of this node and of the other one
+        ({"collective": "all_to_all"}, 1, 2, NUMEL // 4 * 2, 2 * NUMEL // 4 * 2),
+        ({}, 1, 1, NUMEL // 2 * 2, NUMEL // 4 * 4),
+        ({"across_dtype": "wire"}, 1, 1, NUMEL // 2 * 2, NUMEL // 4 * 2),
+    ],
+)
+def test_messages_and_bytes(ranks, partition, inside, across, inside_bytes, across_bytes):
+    partition = {"bucket_size": NUMEL, **partition}
+    for report, _ in ranks(4).run(on_hosts, partition, [0, 0, 1, 1], [NUMEL] * BUCKETS):
+        assert report["gradient_collectives"] == BUCKETS
+        assert report["messages_sent"] == BUCKETS * (inside + across)
+        assert report["messages_sent_across_nodes"] == BUCKETS * across
+        assert report["bytes_sent"] == BUCKETS * (inside_bytes + across_bytes)
+        assert report["bytes_sent_across_nodes"] == BUCKETS * across_bytes
+
+
+ENOUGH = 256 * 1024 // 2 * 4  # elements of a bucket whose flat messages to each of 4 ranks are 256 KB in bf16
+
+
+@pytest.mark.parametrize(
+    "partition,hosts,sizes,advice",
+    [
+        ({"bucket_size": 4096}, [0, 0, 1, 1], [4096] * 65, "4 KB to each rank on other nodes"),
+        ({"bucket_size": 8192}, [0, 0, 1, 1], [8192] * 33, "expected at least 262,144 elements"),
+        ({"bucket_size": 4096, "collective": "all_to_all"}, [0, 0, 1, 1], [4096, ENOUGH], None),
+        ({}, [0, 0, 1, 1], [4096], 'larger ones would need 262,144 elements and the model has 4,096; reduce_every "'),
+        ({"reduce_every": "boundary"}, [0, 0, 1, 1], [4096], "the model has 4,096"),
+        ({"collective": "all_to_all"}, [0, 0, 1, 1], [ENOUGH // 2], "messages of 128 KB"),
+        ({"collective": "all_to_all"}, [0, 0, 1, 1], [ENOUGH], None),
+        ({"bucket_size": 4096}, [0, 0, 0, 0], [4096] * 65, None),  # inside a host
+    ],
+)
+def test_messages_that_are_too_small(ranks, partition, hosts, sizes, advice):
+    warnings = [messages for _, messages in ranks(4).run(on_hosts, partition, hosts, sizes)]
+    said = [warning for warning in warnings[0] if "bound by latency" in warning]
+    assert not any(warnings[1:])  # said once in the job
+    assert len(said) == (advice is not None)
+    assert advice is None or (advice in said[0] and "gradient_partition.bucket_size" in said[0])
