@@ -43,8 +43,9 @@ class Host:
     pid: int
 
     def command(self, *argv):
-        """The command line that runs `argv` on this host."""
-        return ["nsenter", "--target", str(self.pid), "--net", "--uts", "--pid", "--mount", *map(str, argv)]
+        """The command line that runs `argv` on this host, in the current directory."""
+        enter = ["nsenter", "--target", str(self.pid), "--net", "--uts", "--pid", "--mount", f"--wd={os.getcwd()}"]
+        return [*enter, *map(str, argv)]
 
     def run(self, line):
         _run(self.command(*line.split()))
@@ -154,7 +155,7 @@ def launch(hosts, module, arguments, *, slots, directory, timeout, env=None):
             job.wait()
     if any(codes):
         said = "\n".join(f"--- {log.name} ---\n{log.read_text()[-6000:]}" for log in logs)
-        raise AssertionError(f"exit codes {codes} (None: still running after {timeout} s)\n{said}")
+        raise AssertionError(f"exit codes {codes} (None: still running when it was stopped)\n{said}")
 
 
 def _wait(jobs, timeout):
