@@ -213,9 +213,17 @@ class NoEngine(Contender):
         del self._model
 
 
-def _lazy(**gradient_partition) -> Callable[[Setting], Contender]:
+def _lazy(gradient_partition: dict[str, Any]) -> Callable[[Setting], Contender]:
     return lambda setting: DeepSpeedEngine(setting, lazy=gradient_partition)
 
+
+# Keys of ``gradient_partition``; the defaults where empty.
+LAZY: dict[str, dict[str, Any]] = {
+    "lazy": {},
+    "lazy-4": {"max_in_flight": 4},
+    "lazy-drained": {"carry_over": False},
+    "lazy-boundary": {"reduce_every": "boundary"},
+}
 
 CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "none": NoEngine,
@@ -225,8 +233,5 @@ CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "zero2-loss": lambda setting: DeepSpeedEngine(setting, loss_all_reduce=True),
     "fsdp2": FullyShard,
     "ddp": DataParallel,
-    "lazy": _lazy(),
-    "lazy-4": _lazy(max_in_flight=4),
-    "lazy-drained": _lazy(carry_over=False),
-    "lazy-boundary": _lazy(reduce_every="boundary"),
+    **{name: _lazy(gradient_partition) for name, gradient_partition in LAZY.items()},
 }

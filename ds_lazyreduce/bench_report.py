@@ -33,6 +33,7 @@ class Result:
     primary: the metric that ratios and targets compare.
     baselines: the contenders to compare with; those that did not run are left out.
     targets: left empty where sizes or ranks are not those that the targets are meant for.
+    details: for the JSON alone: what a reader needs to repeat or to model the workload.
     """
 
     workload: str
@@ -43,6 +44,7 @@ class Result:
     samples: dict[str, dict[str, list[float]]]
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
 
     def median(self, contender: str, metric: str | None = None) -> float | None:
         """Median over rounds, None where there is no such measurement."""
@@ -92,6 +94,7 @@ class Result:
                 if (ratio := self.ratio(t.contender, t.baseline, t.metric)) is not None
             ],
             "notes": self.notes,
+            "details": self.details,
         }
 
     def table(self) -> str:

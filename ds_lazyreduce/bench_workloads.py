@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from .bench_checkpoint import checkpoint
-from .bench_contenders import Contender, DeepSpeedEngine
+from .bench_contenders import LAZY, Contender, DeepSpeedEngine
 from .bench_measure import WARM_UP, Options, Times, contenders, now, size, take_turns, window
 from .bench_models import Shape
 from .bench_report import Result, Target
@@ -147,6 +147,14 @@ def jitter(options: Options) -> Result:
         baselines=("zero2", "limit"),
         samples={**samples, "limit": {"step": limit}},
         notes=notes,
+        details={
+            "ranks": options.ranks,
+            "micro_steps": setting.micro_steps,
+            "elements": setting.shape.numel,
+            "buckets": setting.shape.layers,
+            "delays": {"drawn_ms": [(delays(index) * 1e3).tolist() for index in range(options.rounds)]},
+            "settings": {name: LAZY[name] for name in names if name in LAZY},
+        },
     )
 
 
