@@ -105,7 +105,7 @@ class Result:
         for name, row in self.samples.items():
             ratios = [self.ratio(name, baseline) for baseline in baselines]
             rows.append([name, *(_cell(row.get(metric)) for metric in metrics), *map(_ratio_cell, ratios)])
-        lines = [f"{self.workload}: {self.title}", *_aligned(rows)]
+        lines = [f"{self.workload}: {self.title}", *aligned(rows)]
         for target in self.targets:
             ratio = self.ratio(target.contender, target.baseline, target.metric)
             if ratio is not None:
@@ -133,7 +133,8 @@ def _ratio_cell(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 

@@ -10,6 +10,7 @@ import pytest
 
 from ds_lazyreduce import bench
 from ds_lazyreduce.bench_report import Result, Target
+from ds_lazyreduce.simulate_validation import read
 from tests.ranks import ROOT
 
 ALL = ["comm", "step", "hooks", "jitter", "memory", "checkpoint"]
@@ -68,6 +69,15 @@ def test_peak_of_buffers_does_not_grow_with_the_number_of_buckets(quick_run):
     peaks = {name: memory[name]["metrics"]["peak buffers"]["median"] for name in memory}
     assert len(peaks) == 5
     assert peaks["4 buckets"] == peaks["16 buckets"] == peaks["64 buckets"] > 0
+
+
+def test_json_has_what_the_simulator_reads(quick_run, tmp_path):
+    (tmp_path / "bench.json").write_text(json.dumps(quick_run[1]))
+    run = read(tmp_path / "bench.json")
+    assert run.delays_s.shape == (2, 2, 8) and not run.is_calm
+    assert run.delays_s.sum(2).amax(1).median() <= run.step_s["limit"] <= run.delays_s.sum(2).max()
+    assert run.details.settings["lazy-boundary"] == {"reduce_every": "boundary"}
+    assert {"zero2", *run.details.settings} <= run.step_s.keys()
 
 
 def test_checkpoints_are_saved_loaded_and_weighed(quick_run):
