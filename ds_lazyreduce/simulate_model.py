@@ -311,7 +311,7 @@ def peak_buffer_bytes(ops: Iterable[Op], cluster: Cluster, setting: Setting, num
     filled_in = wire if setting.reduce_every == 1 else torch.float32
     two_hops = len(traffic(cluster, setting, numel)) == 2
     held: dict[int, Buffer] = {}
-    in_flight: deque[tuple[Buffer, ...]] = deque()
+    in_flight: deque[tuple[Buffer, Buffer]] = deque()
     for op in ops:
         if op.kind == "fill" and op.index not in held:
             held[op.index] = pool.take(numel, filled_in)
@@ -320,12 +320,16 @@ def peak_buffer_bytes(ops: Iterable[Op], cluster: Cluster, setting: Setting, num
             pool.give(held[op.index])
             held[op.index] = send
         elif op.kind == "dispatch":
-            packed = (pool.take(numel, wire),) if two_hops else ()
-            in_flight.append((held.pop(op.index), *packed, pool.take(numel, wire)))
+            sent = held.pop(op.index)
+            if two_hops:  # the first hop sends a packed copy
+                packed = pool.take(numel, wire)
+                pool.give(sent)
+                sent = packed
+            in_flight.append((sent, pool.take(numel, wire)))
         elif op.kind == "drain":
-            send, *packed, received = in_flight.popleft()
+            sent, received = in_flight.popleft()
+            pool.give(sent)
             if two_hops:
-                pool.give(packed[0])
                 sums = pool.take(numel // cluster.node_size, torch.float32)
                 pool.give(received)
                 if across != torch.float32:
@@ -335,5 +339,4 @@ def peak_buffer_bytes(ops: Iterable[Op], cluster: Cluster, setting: Setting, num
                 received = pool.take(numel // cluster.node_size, across)
                 pool.give(sums)
             pool.give(received)
-            pool.give(send)
     return pool.peak_bytes
