@@ -363,6 +363,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         """Sends the gradients that ``coalesce_grad_reduction`` gathered, each bucket once."""
         self.complete_broken_pass()
         self.chain.reduce_accumulated([True] * len(self.chain.buckets))
+        self._passed = True  # also on a rank that ran no backward in the block
         self._schedule.reduced()
 
     def finalize_gradient_accumulation_boundary(self):

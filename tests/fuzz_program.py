@@ -158,12 +158,18 @@ class _Rules:
         sizes = [rng.choice([1, 1, 1, 1, 2, 0]) if boundary == "managed" else 1 for _ in range(count)]
         if coalesce:
             sizes = [rng.randint(0, 3)]
-        micro_steps = tuple(tuple(self.one_pass(coalesce) for _ in range(size)) for size in sizes)
+        micro_steps = tuple(
+            tuple(
+                self.one_pass(coalesce, alone=boundary == "managed" and not coalesce and size == 1) for _ in range(size)
+            )
+            for size in sizes
+        )
         after = rng.choice([None] * 12 + ["flush", "flush", "save"] + ["load"] * 4 * self.saved)
         self.saved |= after == "save"
         return Window(micro_steps, coalesce, rng.random() < 0.5, after)
 
-    def one_pass(self, coalesce):
+    def one_pass(self, coalesce, alone):
+        """``alone``: the engine's step comes before and after it, so that a rank may leave it out."""
         rng = self.rng
         kinds = ["engine"] * 4 + ["joint", "retain"]
         if self.tokens is None:
@@ -174,7 +180,8 @@ class _Rules:
         if kind in ("engine", "direct", "unscaled") and rng.random() < 0.08:
             failing = frozenset(rank for rank in ranks if rng.random() < 0.6)
         absent = frozenset()
-        if rng.random() < 0.2 and (self.reduce_every == "boundary" or coalesce or kind == "around"):
+        skippable = alone and kind in ("engine", "joint", "direct", "unscaled")
+        if rng.random() < 0.2 and (self.reduce_every == "boundary" or coalesce or kind == "around" or skippable):
             absent = frozenset(rank for rank in ranks if rng.random() < 0.5)
         segments = self.segments()
         before = ["eval", "metric", "metric", "zero_grad"]
@@ -190,7 +197,7 @@ class _Rules:
             interrupt=rng.random() < 0.3,
             absent=absent,
             before=tuple(name for name in before if rng.random() < 0.06),
-            read=self.reduce_every == 1 and not coalesce and rng.random() < 0.1,
+            read=self.reduce_every == 1 and not coalesce and not (skippable and absent) and rng.random() < 0.1,
         )
 
     def segments(self):

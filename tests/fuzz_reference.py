@@ -69,8 +69,16 @@ class _Reference:
             self.skipped += 1
         else:
             self.update(gradients)
+        reduced += self.steps_without_pass(window)
         late = late and not window.coalesce
         self.step(window, late, reduced, late * (1 + sum(one.read for one in window.passes)))
+
+    def steps_without_pass(self, window):
+        """Calls of ``engine.step`` which no backward of the engine precedes: in each ranks reduce zeros."""
+        if self.program.boundary == "unmanaged" or window.coalesce:
+            return 0
+        stretches = window.micro_steps if self.program.boundary == "managed" else [window.passes]
+        return sum(all(one.kind == "around" for one in stretch) for stretch in stretches)
 
     @property
     def scale(self):
