@@ -82,3 +82,11 @@ def test_peak_grows_with_what_is_allowed_in_flight(ranks, max_in_flight):
     for peak_bytes, _, in_flight in ranks(2).run(peak, InOrder, 16, max_in_flight=max_in_flight):
         assert in_flight <= max_in_flight
         assert peak_bytes <= (2 * max_in_flight + 1) * 2 * BUCKET * LAYERS // 16
+
+
+def test_two_hops_need_no_more_than_the_flat_exchange(ranks):
+    partition = {"collective": "hierarchical", "node_size": 2}
+    for report in ranks(4).run(train_for_report, InOrder, 16, partition=partition):
+        # the send buffer is free once it has been packed, and becomes the receive buffer
+        assert report["collective"] == "hierarchical"
+        assert report["peak_buffer_bytes"] <= 3 * 2 * BUCKET * LAYERS // 16
