@@ -23,12 +23,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from .bucket_layout import learned_order
 from .buffer_pool import Buffer, BufferPool
 from .collectives import Handle, ReduceScatter, Traffic
+from .failures import CollectiveError, explain
 
 # Gradients of up to so many elements are copied together: there a copy costs its call, not its bytes. At most
 # so many elements are held back for it.
@@ -36,7 +38,7 @@ _SMALL = 16 * 1024
 _HELD = 64 * 1024
 
 
-class ReductionError(RuntimeError):
+class ReductionError(CollectiveError):
     """A gradient reduction failed, for instance because a rank died; nothing was applied."""
 
 
@@ -61,12 +63,14 @@ class Bucket:
     views: the sections of ``send``.
     held: small gradients of the open micro-step that are still to be copied, together, into ``send``.
     accumulator: fp32 local accumulator ``[N * S]``, this bucket's until it is reduced or discarded.
+    group: the process group of ``reduce_scatter``, None for all ranks.
     """
 
     index: int
     numel: int
     wire_dtype: torch.dtype
     reduce_scatter: ReduceScatter
+    group: Any = None
     slots: list[Slot] = field(default_factory=list)
     send: Buffer | None = None
     views: Sequence[torch.Tensor] = ()
@@ -425,10 +429,8 @@ class _Failing:
 
     def __exit__(self, kind, error, traceback) -> None:
         if isinstance(error, Exception):
-            failure = ReductionError(
-                f"lazy_reduce: the gradient reduction of {self._bucket.describe()} did not {self._what}: {error}. "
-                "A rank has probably died or is stuck; no update was applied. Restart from a checkpoint."
-            )
+            what = f"the gradient reduction of {self._bucket.describe()} did not {self._what}"
+            failure = ReductionError(explain(what, error, "No update was applied.", self._bucket.group))
             self._chain._failure = failure
             if self._chain in self._chain._open_chains:  # it never closes
                 self._chain._open_chains.remove(self._chain)

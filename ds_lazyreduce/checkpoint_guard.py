@@ -52,8 +52,7 @@ class CheckpointGuardMixin:
         arguments = dict(client_state=client_state or {}, exclude_frozen_parameters=exclude_frozen_parameters)
         if self._lazy.gradient_partition.enabled:
             self.optimizer.check_state_is_elementwise()  # rather than once half the files are written
-        # A decoupled checkpoint engine writes, and names the tag in ``latest``, when this call has returned.
-        if not self._lazy.gradient_partition.enabled or self.checkpoint_engine.is_decoupled():
+        if not self._guards_saves():
             return super().save_checkpoint(save_dir, tag, save_latest=save_latest, **arguments)
         with self._write_errors_kept() as errors:
             result = super().save_checkpoint(save_dir, tag, save_latest=False, **arguments)
@@ -61,6 +60,10 @@ class CheckpointGuardMixin:
         if save_latest:
             on_rank_zero(torch.distributed, lambda: replace_file(os.path.join(save_dir, "latest"), str(tag)))
         return result
+
+    def _guards_saves(self) -> bool:
+        # A decoupled checkpoint engine writes, and names the tag in ``latest``, when the call has returned.
+        return self._lazy.gradient_partition.enabled and not self.checkpoint_engine.is_decoupled()
 
     @contextmanager
     def _write_errors_kept(self) -> Iterator[list[CheckpointError]]:

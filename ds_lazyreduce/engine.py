@@ -18,11 +18,11 @@ from deepspeed.utils import log_dist
 
 from . import config as lazy_config
 from .agreement import check_agreement
-from .bucket_chain import ReductionError
 from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
 from .checkpoint_guard import CheckpointGuardMixin
 from .collective_choice import choose_reduce_scatter
 from .config import LazyReduceConfig
+from .failures import CollectiveError, during, inherit_timeout
 from .hosts import host_of_each_rank
 from .kernel_choice import agree_on_kernel
 from .metrics import DeferredMetrics, Scalar, over_group
@@ -59,6 +59,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
         # Resolved before the stock constructor communicates, so that a bad value leaves nobody waiting.
         self._interval = lazy_config.logging_interval(lazy_section.deferred_loss, ds_config.get("steps_per_print"))
         super().__init__(*args, **kwargs)
+        inherit_timeout(self._metrics_group())
         all_reduce, gather_names = over_group(dist, torch.distributed, self._metrics_group())
         self._metrics = DeferredMetrics(
             device=self.device,
@@ -83,12 +84,15 @@ class LazyReduceMixin(CheckpointGuardMixin):
         # is ours only while this engine is being built.
         if not self._lazy.gradient_partition.enabled:
             return super()._configure_zero_optimizer(optimizer)
-        self._check_agreement(optimizer)
-        settings = self._partition_settings()
+        inherit_timeout(self.seq_data_parallel_group)
+        with during("the exchange of settings between ranks", "Nothing was trained."):
+            self._check_agreement(optimizer)
+            settings = self._partition_settings()
         stock = ds_engine.DeepSpeedZeroOptimizer
         ds_engine.DeepSpeedZeroOptimizer = partial(LazyZeroOptimizer, settings=settings)
         try:
-            return super()._configure_zero_optimizer(optimizer)
+            with during("building the ZeRO optimizer", "Nothing was trained."):
+                return super()._configure_zero_optimizer(optimizer)
         finally:
             ds_engine.DeepSpeedZeroOptimizer = stock
 
@@ -182,7 +186,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
             scaled = loss
         try:
             result = super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        except ReductionError:
+        except CollectiveError:
             raise
         except Exception:
             self._abort_pass()
@@ -312,12 +316,16 @@ class LazyReduceMixin(CheckpointGuardMixin):
     def save_checkpoint(self, save_dir, tag=None, *args, **kwargs):
         """Stock's ``save_checkpoint``, with the open logging window of all ranks in a file of its own."""
         self._complete_broken_pass()
-        if save_dir:  # else stock's to refuse
-            tag = f"global_step{self.global_steps}" if tag is None else tag
-            window = self._metrics.export_open_window()
-            # First, so that whoever finds the checkpoint by its "latest" file finds the window, too.
-            on_rank_zero(torch.distributed, lambda: write_window(window_path(save_dir, tag), window))
-        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        is_whole = (
+            "`latest` names a whole checkpoint." if self._guards_saves() else "This checkpoint may be incomplete."
+        )
+        with during(f"saving checkpoint {tag}", is_whole):
+            if save_dir:  # else stock's to refuse
+                window = self._metrics.export_open_window()
+                # First, so that whoever finds the checkpoint by its "latest" file finds the window, too.
+                on_rank_zero(torch.distributed, lambda: write_window(window_path(save_dir, tag), window))
+            return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
     def load_checkpoint(
         self,
@@ -339,23 +347,24 @@ class LazyReduceMixin(CheckpointGuardMixin):
         """
         self._complete_broken_pass()
         window = None
-        if not load_module_only:
-            latest = "latest_universal" if self.load_universal_checkpoint() else "latest"
+        with during(f"loading a checkpoint from {load_dir}", "It may be half loaded."):
+            if not load_module_only:
+                latest = "latest_universal" if self.load_universal_checkpoint() else "latest"
 
-            def read():
-                found = tag_to_load(load_dir, tag, latest)
-                return None if found is None else read_window(window_path(load_dir, found))
+                def read():
+                    found = tag_to_load(load_dir, tag, latest)
+                    return None if found is None else read_window(window_path(load_dir, found))
 
-            window = on_rank_zero(torch.distributed, read)
-        loaded = super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
+                window = on_rank_zero(torch.distributed, read)
+            loaded = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                load_module_only=load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
         if window is not None and loaded[0] is not None:
             first = dist.get_rank(group=self._metrics_group()) == 0
             self._metrics.import_open_window(window, is_first_rank=first)

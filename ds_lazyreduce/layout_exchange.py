@@ -11,10 +11,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from .checkpoint import CheckpointError
+from .failures import during
 from .stock_layout import Segment, split_into_rounds
 
 DEVICE_BYTES = 256 * 2**20  # of send and receive buffers together
+_UNFINISHED = "It was neither saved nor loaded as a whole; checkpoints on the disk are as they were."
 Pieces = list[tuple[int, int]]  # (offset, length)
 
 
@@ -87,7 +88,7 @@ class LayoutExchange:
         flying: deque[_Flight] = deque()  # two rounds: one is packed, or unpacked, while the other travels
         buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         element = max((source.element_size() for source in sources), default=0)
-        try:
+        with during("the exchange of optimizer state between the ranks of a checkpoint", _UNFINISHED, self._group):
             for source, target in zip(sources, targets, strict=True):
                 for sends, receives in rounds:
                     if len(flying) == 2:
@@ -98,10 +99,6 @@ class LayoutExchange:
                     target[there : there + length].copy_(source[here : here + length])
             while flying:
                 buffers.append(self._finish(flying.popleft()))
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"optimizer state could not be exchanged between the ranks of a checkpoint (has one died?): {error}"
-            ) from error
         self.peak_device_bytes = max(self.peak_device_bytes, sum(one.nbytes + two.nbytes for one, two in buffers))
 
     @staticmethod

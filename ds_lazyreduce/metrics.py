@@ -26,7 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .failures import during
+
 Scalar = float | int | torch.Tensor
+
+
+_LOST = "Parameters are those of the last optimizer step; the open metrics are lost."
 
 
 class OpenWindow:
@@ -329,10 +334,15 @@ def over_group(
 
     def gather_names(names: list[str]) -> list[list[str]]:
         gathered: list[Any] = [None] * comm.get_world_size(group=group)
-        objects.all_gather_object(gathered, names, group=group)
+        with during("the exchange of names for the metric report", _LOST, group):
+            objects.all_gather_object(gathered, names, group=group)
         return gathered
 
-    return lambda tensor: comm.all_reduce(tensor, group=group), gather_names
+    def all_reduce(tensor: torch.Tensor) -> None:
+        with during("the all-reduce of the metric report", _LOST, group):
+            comm.all_reduce(tensor, group=group)
+
+    return all_reduce, gather_names
 
 
 def _finish_if_alive(reference: weakref.ref[DeferredMetrics]) -> None:

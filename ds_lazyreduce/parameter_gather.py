@@ -12,8 +12,12 @@ from collections.abc import Sequence
 import torch
 from deepspeed import comm as dist
 
+from .failures import during
+
 # Elements of a staging buffer over all ranks: beyond it an all-gather's start-up cost no longer shows.
 STAGED_ELEMENTS = 4 * 2**20
+
+_HALF_UPDATED = "Ranks hold parameters of different steps now: train no further and save nothing."
 
 
 def plan_chunks(numels: Sequence[int], kinds: Sequence, limit: int) -> list[list[int]]:
@@ -61,12 +65,17 @@ class ParameterGather:
             ranks = dist.get_world_size(group=group)
             if ranks == 1:
                 continue
-            rows = [self._flats[index].view(ranks, -1) for index in chunk]
-            mine = [row[dist.get_rank(group=group)] for row in rows]
-            if len(chunk) == 1:
-                dist.all_gather_into_tensor(rows[0].view(-1), mine[0], group=group)
-                continue
-            shard = torch.cat(mine)
-            staged = shard.new_empty(ranks, shard.numel())
-            dist.all_gather_into_tensor(staged.view(-1), shard, group=group)
-            torch._foreach_copy_(rows, staged.split([one.numel() for one in mine], dim=1))
+            which = f"bucket {chunk[0]}" if len(chunk) == 1 else f"buckets {', '.join(map(str, chunk))}"
+            with during(f"the all-gather of updated parameters of {which}", _HALF_UPDATED, group):
+                self._gather_chunk(chunk, ranks, group)
+
+    def _gather_chunk(self, chunk: list[int], ranks: int, group) -> None:
+        rows = [self._flats[index].view(ranks, -1) for index in chunk]
+        mine = [row[dist.get_rank(group=group)] for row in rows]
+        if len(chunk) == 1:
+            dist.all_gather_into_tensor(rows[0].view(-1), mine[0], group=group)
+            return
+        shard = torch.cat(mine)
+        staged = shard.new_empty(ranks, shard.numel())
+        dist.all_gather_into_tensor(staged.view(-1), shard, group=group)
+        torch._foreach_copy_(rows, staged.split([one.numel() for one in mine], dim=1))

@@ -19,6 +19,7 @@ from deepspeed import comm as dist
 
 from .buffer_pool import Buffer, BufferPool
 from .collectives import Handle, Traffic
+from .failures import inherit_timeout
 
 Accumulate = Callable[[torch.Tensor, torch.Tensor, float], None]
 
@@ -117,4 +118,7 @@ def _new_groups(*wanted: list[int]) -> list:
     everyone = [None] * torch_dist.get_world_size()
     torch_dist.all_gather_object(everyone, wanted)
     groups = {ranks: torch_dist.new_group(ranks) for ranks in sorted({tuple(r) for lists in everyone for r in lists})}
-    return [groups[tuple(ranks)] for ranks in wanted]
+    mine = [groups[tuple(ranks)] for ranks in wanted]
+    for group in mine:
+        inherit_timeout(group)
+    return mine

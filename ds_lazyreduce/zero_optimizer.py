@@ -30,6 +30,7 @@ from .bucket_layout import initial_order
 from .buffer_pool import BufferPool
 from .collectives import ReduceScatter
 from .config import ConfigError
+from .failures import during, inherit_timeout
 from .gradient_scalars import StepScalars, agree, local_norm_squared
 from .message_size import small_messages
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
@@ -129,6 +130,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         self._build_chain()
 
     def _build_chain(self) -> None:
+        inherit_timeout(self.model_parallel_group)
         self._pool = BufferPool(torch.device(get_accelerator().current_device_name()), self._streams)
         self._slots: dict[torch.Tensor, Slot] = {}
         buckets, last_arrivals = [], []
@@ -139,6 +141,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
                 numel=self.bit16_groups_flat[i].numel(),
                 wire_dtype=self._wire_dtype_of(params[0]),
                 reduce_scatter=self._reduce_scatter_of(self.real_dp_process_group[i]),
+                group=self.real_dp_process_group[i],
             )
             for param, offset in zip(params, self.round_robin_bit16_offsets[i], strict=True):
                 slot = Slot(bucket, offset, param.numel(), self.param_names.get(param, "unnamed parameter"))
@@ -168,6 +171,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
 
     def _reduce_scatter_of(self, group) -> ReduceScatter:
         if group not in self._reduce_scatters:
+            inherit_timeout(group)
             self._reduce_scatters[group] = self._settings.reduce_scatter(group)
         return self._reduce_scatters[group]
 
@@ -250,7 +254,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             return
         self.chain.drain()
         late = torch.tensor(self.chain.has_accumulated(), dtype=torch.int32, device=self.device)
-        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.dp_process_group)
+        with during("the agreement on late gradients", "No gradient was read or set.", self.dp_process_group):
+            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         which = late.bool().tolist()
         if self._settings.reduce_every != 1 or self._coalesce_grad_reduction:
             self._refuse_unreduced(which)
@@ -436,8 +441,11 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
 
     def _all_reduce_scalars(self, pack: torch.Tensor) -> None:
         self._scalar_collectives += 1
-        dist.all_reduce(pack, group=self.dp_process_group)
-        self._model_parallel_all_reduce(tensor=pack, op=dist.ReduceOp.SUM)
+        what = "the step's scalar pack (norm, overflow, tokens, flags)"
+        with during(what, "No update was applied.", self.dp_process_group):
+            dist.all_reduce(pack, group=self.dp_process_group)
+        with during(f"{what} over model-parallel ranks", "No update was applied."):
+            self._model_parallel_all_reduce(tensor=pack, op=dist.ReduceOp.SUM)
 
     def _agree_on_order(self) -> None:
         """Once: from the second window on, buckets leave in the order in which they completed on rank 0."""
@@ -445,7 +453,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             return
         self._order_agreed = True
         order = torch.tensor(self.chain.observed_order(), device=get_accelerator().current_device_name())
-        dist.broadcast(order, dist.get_global_rank(self.dp_process_group, 0), group=self.dp_process_group)
+        with during("the agreement on the order of buckets", "No update was applied.", self.dp_process_group):
+            dist.broadcast(order, dist.get_global_rank(self.dp_process_group, 0), group=self.dp_process_group)
         self.chain.set_order(order.tolist())
 
     def _unscale_and_clip(self, divisor: float, norm: float) -> None:

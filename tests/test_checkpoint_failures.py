@@ -93,7 +93,7 @@ def test_a_rank_killed_while_saving(warm_extensions, ranks, tmp_path, where):
     if survivor.exists():  # else the pool was faster than the process group's timeout
         message = survivor.read_text()
         if where[1] == "exchange":
-            assert message.startswith("CheckpointError") and "between the ranks of a checkpoint" in message
+            assert message.startswith("CollectiveError") and "between the ranks of a checkpoint" in message
     assert_same(ranks(2).run(continued), ranks(2).run(continued, folder))
 
 
