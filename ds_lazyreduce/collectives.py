@@ -54,6 +54,13 @@ class ReduceScatter(Protocol):
     def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
         """What an exchange of ``numel`` elements of ``dtype`` sends from this rank."""
 
+    def reference_rows(self, contributions: torch.Tensor) -> torch.Tensor:
+        """The rows that ``wait()`` must return where ranks contribute ``contributions`` ``[N, S]`` to this rank.
+
+        By plain torch operations, in the same order of summation. It does not communicate. Absent where the order
+        is the backend's choice: there ``verify_every`` is refused.
+        """
+
     def close(self) -> None:
         """Frees process groups made for it."""
 
@@ -103,6 +110,9 @@ class AllToAll:
         message = numel // self._ranks * dtype.itemsize
         others, remote = self._ranks - 1, self._remote_ranks
         return Traffic(others, others * message, remote, remote * message)
+
+    def reference_rows(self, contributions: torch.Tensor) -> torch.Tensor:
+        return contributions
 
     def close(self) -> None:
         pass
@@ -164,6 +174,9 @@ class SingleRank:
 
     def traffic(self, numel: int, dtype: torch.dtype) -> Traffic:
         return Traffic(0, 0, 0, 0)
+
+    def reference_rows(self, contributions: torch.Tensor) -> torch.Tensor:
+        return contributions
 
     def close(self) -> None:
         pass

@@ -69,6 +69,7 @@ class GradientPartitionConfig(_Model):
     reduce_every: _AtLeastOne | Literal["boundary"] = Field(
         1, description='a whole number of micro-steps >= 1, or "boundary"'
     )
+    verify_every: Annotated[int, Field(ge=0)] = Field(0, description="a whole number of windows >= 0, where 0 is never")
     kernel: Literal["auto", "native", "torch"] = Field("auto", description=one_of("auto", "native", "torch"))
 
 
@@ -197,7 +198,9 @@ def wire_dtype(
     """
     gradients = section.gradient_partition
     names = {dtype: name for name, dtype in DTYPES.items()}
-    explicit = names.get(communication_data_type, communication_data_type)
+    explicit = communication_data_type  # whatever the user's JSON has there
+    if isinstance(explicit, torch.dtype):
+        explicit = names.get(explicit, str(explicit))
     if explicit is not None:
         explicit = str(explicit).lower()
         if explicit not in DTYPES:

@@ -140,6 +140,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
             carry_over=section.carry_over,
             reduce_every=section.reduce_every,
             normalize_tokens=self._lazy.token_normalization.enabled,
+            verify_every=section.verify_every,
         )
 
     def _metrics_group(self):

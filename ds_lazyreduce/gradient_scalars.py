@@ -1,6 +1,6 @@
 """The scalars that all ranks must agree on once per optimizer step, in one packed all-reduce.
 
-    [ norm squared | non-finite | void | tokens | late flag of bucket 0 | bucket 1 | ... ]
+    [ norm squared | non-finite | void | tokens | wrong | late flag of bucket 0 | bucket 1 | ... ]
 
 It replaces stock ZeRO-2's one all-reduce per param group for the norm, the overflow check's own and
 those of the expert groups. Every rank owns different elements of the gradient, so sums over the
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-_HEADER = 4
+_HEADER = 5
 _BLOCK = 128 * 1024
 
 
@@ -27,6 +27,7 @@ class StepScalars:
     is_finite: whether every gradient element of every rank is finite.
     void: whether any rank's backward failed in this window.
     tokens: sum of the token counts of all ranks in this window.
+    wrong: whether any rank found a sum of gradients to be wrong.
     late: for each bucket whether any rank holds gradients for it in a local accumulator.
     """
 
@@ -34,6 +35,7 @@ class StepScalars:
     is_finite: bool
     void: bool
     tokens: float
+    wrong: bool
     late: list[bool]
 
     @property
@@ -79,6 +81,7 @@ def agree(
     void: bool,
     tokens: torch.Tensor | float,
     late: Sequence[bool],
+    wrong: bool,
     all_reduce: Callable[[torch.Tensor], None],
 ) -> StepScalars:
     """Sums the scalars over all ranks with one call of ``all_reduce`` and reads them on the host."""
@@ -88,8 +91,11 @@ def agree(
     pack[1] = ~finite
     pack[2] = float(void)
     pack[3] = tokens
+    pack[4] = float(wrong)
     pack[_HEADER:] = torch.tensor(late, dtype=pack.dtype)
     all_reduce(pack)
-    norm, non_finite, voided, total_tokens, *late_anywhere = pack.tolist()
+    norm, non_finite, voided, total_tokens, wrong_anywhere, *late_anywhere = pack.tolist()
     is_finite = non_finite == 0 and math.isfinite(norm)
-    return StepScalars(norm, is_finite, voided > 0, total_tokens, [flag > 0 for flag in late_anywhere])
+    return StepScalars(
+        norm, is_finite, voided > 0, total_tokens, wrong_anywhere > 0, [flag > 0 for flag in late_anywhere]
+    )

@@ -100,6 +100,16 @@ class TwoHops:
         across = other_nodes * shard * self.across_dtype(dtype).itemsize
         return Traffic(neighbours + other_nodes, inside + across, other_nodes, across)
 
+    def reference_rows(self, contributions: torch.Tensor) -> torch.Tensor:
+        across_dtype = self.across_dtype(contributions.dtype)
+        sums = []
+        for node in contributions.split(self.node_size):
+            total = node[0].float()
+            for row in node[1:]:
+                total = total + row.float()
+            sums.append((0.0 + total).to(across_dtype))  # added to zero, which makes -0 of it 0
+        return torch.stack(sums)
+
     def across_dtype(self, wire_dtype: torch.dtype) -> torch.dtype:
         """What travels between nodes for a bucket sent in ``wire_dtype``."""
         return wire_dtype if self.across_in_wire_dtype else torch.float32

@@ -37,6 +37,7 @@ from .parameter_gather import STAGED_ELEMENTS, ParameterGather
 from .reduce_schedule import make_schedule
 from .reduction_stream import make_streams
 from .token_window import TokenWindow
+from .verification import make_verification
 from .warm_up import device_memory_in_use, warm_up
 from .zero_state import StockStateZeroOptimizer
 
@@ -55,6 +56,7 @@ class PartitionSettings:
     accumulate: ``accumulate(partition [S] fp32, rows [N, S], scale)``, in place.
     reduce_scatter: ``process group -> the reduce-scatter of its buckets``; called once a group.
     normalize_tokens: whether gradients are divided by the window's token count instead of averaged.
+    verify_every: windows between two verifications of a bucket, 0 for none.
     """
 
     bucket_elements: Callable[[int, int], int]
@@ -65,6 +67,7 @@ class PartitionSettings:
     carry_over: bool
     reduce_every: int | str
     normalize_tokens: bool
+    verify_every: int = 0
 
 
 class _DrainingGradients(dict):
@@ -165,6 +168,10 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             self._settings.carry_over,
             _OPEN_CHAINS,
         )
+        kernel = getattr(self._settings.accumulate, "name", "unknown")
+        self._verification = make_verification(
+            self._settings.verify_every, self.chain.buckets, self._gradient_shard, self._scale, kernel
+        )
         warning = small_messages(buckets, self._settings.reduce_every)
         if warning and dist.get_rank() == 0:
             logger.warning(warning)
@@ -228,6 +235,10 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         start, stop = self._shard_range[bucket.index]
         self._settings.accumulate(user_group.gradient[start:stop], rows, self._scale)
 
+    def _gradient_shard(self, index: int) -> torch.Tensor | None:
+        gradient = self._group_of_bucket[index].gradient
+        return None if gradient is None else gradient[slice(*self._shard_range[index])]
+
     def _settle_gradients(self) -> None:
         self.chain.drain()
 
@@ -235,14 +246,15 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         super()._link_all_hp_params()
         for param in self._slots:
             self._complete_before(param, "get_full_hp_grad")
-            self._complete_before(param, "set_full_hp_grad")
+            self._complete_before(param, "set_full_hp_grad", self._verification.forget_window)
 
-    def _complete_before(self, param: torch.Tensor, name: str) -> None:
+    def _complete_before(self, param: torch.Tensor, name: str, then: Callable[[], None] = lambda: None) -> None:
         # On every rank, also on those that own nothing of the parameter: completing may be collective.
         stock = getattr(param, name)
 
         def completed_first(*args):
             self._complete_on_all_ranks()
+            then()
             return stock(*args)
 
         setattr(param, name, completed_first)
@@ -426,6 +438,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         if any(scalars.late) and not scalars.void:
             self.chain.reduce_accumulated(scalars.late)
             scalars = self._agree_scalars([False] * len(late))
+        if scalars.wrong:
+            self._verification.stop(self._verification.difference(), self.dp_process_group)
         return scalars
 
     def _agree_scalars(self, late: list[bool]) -> StepScalars:
@@ -437,7 +451,8 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
         norm_squared = local_norm_squared(gradients, torch.device(get_accelerator().current_device_name()))
         # The pack is summed over model-parallel ranks, too, and those have the same tokens.
         tokens = self._token_window.total() if self.model_parallel_rank == 0 else 0
-        return agree(norm_squared, self._void, tokens, late, self._all_reduce_scalars)
+        wrong = self._verification.difference() is not None
+        return agree(norm_squared, self._void, tokens, late, wrong, self._all_reduce_scalars)
 
     def _all_reduce_scalars(self, pack: torch.Tensor) -> None:
         self._scalar_collectives += 1
@@ -505,6 +520,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
                 self._streams.retire(user_group.gradient)
             user_group.gradient = None
         self.chain.discard_accumulated()
+        self._verification.begin_window()
 
     def _warn_no_tokens(self) -> None:
         if not self._warned_no_tokens and dist.get_rank(group=self.dp_process_group) == 0:

@@ -33,11 +33,13 @@ DEFAULTS = {
         "max_in_flight": 1,
         "carry_over": True,
         "reduce_every": 1,
+        "verify_every": 0,
         "kernel": "auto",
     },
     "deferred_loss": {"enabled": True, "interval": "auto", "tag": "Train/Samples/train_loss"},
     "token_normalization": {"enabled": False, "loss_reduction": "sum"},
 }
+STOCK_TOPS = sorted({key.path.split(".")[0] for key in STOCK_KEYS})
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
 
@@ -85,6 +87,8 @@ def test_a_disabled_section_is_not_looked_at():
         ("gradient_partition", "carry_over", False),
         ("gradient_partition", "reduce_every", "boundary"),
         ("gradient_partition", "reduce_every", 3),
+        ("gradient_partition", "verify_every", 0),
+        ("gradient_partition", "verify_every", 1000),
         ("gradient_partition", "kernel", "native"),
         ("gradient_partition", "enabled", False),
         ("deferred_loss", "interval", 10),
@@ -112,6 +116,9 @@ def test_every_documented_value_is_taken(part, key, value):
         ("gradient_partition", "carry_over", "true"),
         ("gradient_partition", "reduce_every", "auto"),
         ("gradient_partition", "reduce_every", False),
+        ("gradient_partition", "verify_every", -1),
+        ("gradient_partition", "verify_every", False),
+        ("gradient_partition", "verify_every", "auto"),
         ("gradient_partition", "wire_dtype", "bfloat16"),
         ("gradient_partition", "node_size", -1),
         ("deferred_loss", "interval", 0),
@@ -216,6 +223,90 @@ def test_arbitrary_json_parses_or_is_a_config_error(value):
         assert str(error).count("\n") >= 1
     else:
         assert result is None or isinstance(result, LazyReduceConfig)
+
+
+HUGE = st.sampled_from([10**400, -(10**400), 1e308, -1e308, math.inf, -math.inf, math.nan, 2**63, 5e6, -0.0])
+TEXTS = st.text(max_size=8) | st.sampled_from(["\ud800", "\0", "\u202e", "auto\n", "1", "true", "x" * 5000])
+ODD = st.recursive(
+    SCALARS | HUGE | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS | TEXTS, inner, max_size=4),
+    max_leaves=10,
+)
+NESTED = st.builds(lambda depth, wrap: _nested(depth, wrap), st.sampled_from([10, 500, 5000]), st.booleans())
+
+
+def _nested(depth, in_lists):
+    value = 1
+    for _ in range(depth):
+        value = [value] if in_lists else {"gradient_partition": value}
+    return value
+
+
+def _sections(values):
+    """Sections of known keys, so that values get past the first check; some keys unknown."""
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            name: st.fixed_dictionaries({}, optional={key: values for key in part}) | values
+            if isinstance(part, dict)
+            else values
+            for name, part in DEFAULTS.items()
+        },
+    )
+
+
+def _parses_or_is_a_config_error(call):
+    try:
+        call()
+    except ConfigError as error:
+        str(error).encode()  # printable in any terminal
+        assert len(str(error)) < 20_000
+
+
+@settings(max_examples=400, deadline=None)
+@given(_sections(ODD | NESTED) | NESTED)
+def test_known_keys_with_any_value_parse_or_are_a_config_error(value):
+    _parses_or_is_a_config_error(lambda: parse_section({"lazy_reduce": value}))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.just({}) | _sections(CHOICES | HUGE),
+    st.dictionaries(st.sampled_from([*STOCK_TOPS, "steps_per_print"]), ODD, max_size=3),
+    st.booleans(),
+)
+def test_any_section_beside_any_stock_config_is_resolved_or_a_config_error(value, config, is_zero_2):
+    """All that an engine does with its config before anything communicates."""
+    if is_zero_2:
+        config["zero_optimization"] = {"stage": 2}
+
+    def resolve():
+        parsed = parse_section({**config, "lazy_reduce": value})
+        if parsed is None:
+            return
+        check_against_deepspeed(parsed, config, world_size=4)
+        stock_key_notes(config)
+        bucket_elements(parsed, 500_000_000, 10**6, 4)
+        wire_dtype(parsed, torch.bfloat16, config.get("communication_data_type"))
+        logging_interval(parsed.deferred_loss, config.get("steps_per_print"))
+
+    _parses_or_is_a_config_error(resolve)
+
+
+def test_a_registered_engine_refuses_a_broken_section_before_anything_else():
+    """The way from `deepspeed.initialize` to the parser, without a model, a process group or a device."""
+    import deepspeed
+
+    import ds_lazyreduce
+
+    ds_lazyreduce.register()
+    try:
+        for value in (None, [], 1, {"gradient_partition": math.nan}, {"\ud800": {}}, {"verify_every": 1}):
+            for name in ("DeepSpeedEngine", "PipelineEngine"):
+                error = error_of(getattr(deepspeed, name), config={"train_batch_size": 1, "lazy_reduce": value})
+                assert "lazy_reduce" in error
+    finally:
+        ds_lazyreduce.unregister()
 
 
 def test_nothing_of_deepspeed_is_imported():
