@@ -7,10 +7,18 @@
 Importing this module is cheap; DeepSpeed is imported by the first call.
 """
 
-from .config import ConfigError
 from .version import __version__
 
 __all__ = ["ConfigError", "__version__", "initialize", "register", "unregister"]
+
+
+def __getattr__(name: str):
+    if name != "ConfigError":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Only now: it imports torch, and the launcher shim first puts sys.path in order.
+    from .config import ConfigError
+
+    return ConfigError
 
 
 def register() -> None:

@@ -53,12 +53,12 @@ def read_window(path: str) -> Window:
             content = json.load(file)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     try:
         version, metrics = content["version"], content["metrics"]
         window = {name: (float(row["sum"]), float(row["count"])) for name, row in metrics.items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path}: not an open logging window ({problem})") from error
     if version != _VERSION:
@@ -94,6 +94,8 @@ def on_rank_zero(comm: Any, action: Callable[[], Any]) -> Any:
             outcome[0] = action()
         except (CheckpointError, OSError) as error:
             outcome[1] = error
+        except Exception as error:  # the others must not wait for it, and not every error can be pickled
+            outcome[1] = CheckpointError(f"{type(error).__name__}: {error}")
     comm.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]

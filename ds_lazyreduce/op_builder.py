@@ -21,6 +21,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sysconfig
 import tempfile
@@ -82,7 +83,32 @@ def _find_or_build(device_type: str) -> ModuleType:
     backend, targets = gpu_backend() if device_type == "cuda" else ("cpu", [])
     binary = cache_directory() / build_key(backend, targets) / "_kernel.so"
     _build_once(backend, targets, binary)
+    check_trusted(binary)
     return import_binary(binary)
+
+
+def check_trusted(binary: Path) -> None:
+    """Refuses a built module that somebody else may have put there or changed: loading it runs its code.
+
+    In the default place it, its folder and the folder of all builds must belong to this user or root, and nobody
+    else may write there. A directory that ``TORCH_EXTENSIONS_DIR`` names may be shared, but not with everybody.
+    """
+    chosen = bool(os.environ.get("TORCH_EXTENSIONS_DIR"))
+    for path in (binary.parent.parent, binary.parent, binary):
+        try:
+            facts = path.stat()
+        except OSError as error:
+            raise KernelBuildError(f"{path} cannot be looked at: {error}") from error
+        open_to = facts.st_mode & (stat.S_IWOTH if chosen else stat.S_IWOTH | stat.S_IWGRP)
+        if open_to:
+            raise KernelBuildError(
+                f"{path} is writable by others, so its code is not trusted; chmod go-w it, or delete it"
+            )
+        if not chosen and hasattr(os, "geteuid") and facts.st_uid not in (os.geteuid(), 0):
+            raise KernelBuildError(
+                f"{path} belongs to another user (uid {facts.st_uid}), so its code is not trusted; delete it, or set "
+                "TORCH_EXTENSIONS_DIR"
+            )
 
 
 def import_binary(binary: Path) -> ModuleType:
@@ -111,10 +137,12 @@ def cache_directory() -> Path:
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen:
         return Path(chosen).absolute() / "ds_lazyreduce"
-    try:
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        raise KernelBuildError("there is no home directory to build in: set TORCH_EXTENSIONS_DIR") from None
+    default = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not default.is_absolute():  # to be ignored, by its specification; it would be the working directory's
+        try:
+            default = Path.home() / ".cache"
+        except RuntimeError:
+            raise KernelBuildError("there is no home directory to build in: set TORCH_EXTENSIONS_DIR") from None
     return default.absolute() / "torch_extensions" / "ds_lazyreduce"
 
 
@@ -130,9 +158,20 @@ def build_key(backend: str, targets: list[str]) -> str:
     return f"{backend}-{digest.hexdigest()[:20]}"
 
 
+def _which(program: str, folders: list[str] | None = None) -> str | None:
+    """The absolute path of ``program`` in ``folders`` or on PATH, never in the working directory.
+
+    A relative entry of PATH, and an empty one, means the working directory, which may hold anything.
+    """
+    listed = [*(folders or []), *os.environ.get("PATH", os.defpath).split(os.pathsep)]
+    path = os.pathsep.join(folder for folder in listed if os.path.isabs(folder))
+    found = shutil.which(program, path=path or os.defpath)
+    return None if found is None else os.path.abspath(found)
+
+
 def _find_program(program: str, roots: list[str | None]) -> str:
     folders = [str(Path(root) / "bin") for root in roots if root]
-    found = shutil.which(program, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+    found = _which(program, folders)
     if found is None:
         raise KernelBuildError(f"{program} was found neither on PATH nor in {folders}")
     return found
@@ -141,9 +180,10 @@ def _find_program(program: str, roots: list[str | None]) -> str:
 def find_cxx() -> list[str]:
     """The C++ compiler: ``$CXX`` (it may carry arguments), else the first of c++, g++, clang++."""
     chosen = os.environ.get("CXX", "").split()
-    for command in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
-        if shutil.which(command[0]):
-            return command
+    for name, *arguments in [chosen] if chosen else [["c++"], ["g++"], ["clang++"]]:
+        found = _which(name)
+        if found:
+            return [found, *arguments]
     wanted = f"CXX asks for {chosen[0]!r}" if chosen else "tried c++, g++, clang++"
     raise KernelBuildError(f"no C++ compiler was found on PATH ({wanted})")
 
@@ -165,14 +205,14 @@ def gpu_backend() -> tuple[str, list[str]]:
 
 
 def compile_module(backend: str, targets: list[str], binary: Path, seconds: float = COMPILE_SECONDS) -> None:
-    """Compile and link ``csrc/`` to ``binary``, in a folder that exists.
+    """Compile and link ``csrc/`` to ``binary``, an absolute path, in a folder that exists.
 
     Args:
         backend: ``"cpu"``, or ``"cuda"`` / ``"hip"`` for a module that also has the GPU entry point.
         targets: compute capabilities (``"90"``) or gfx names; none with CUDA means all major ones.
         seconds: what all the compilers together may take.
     """
-    deadline = time.monotonic() + seconds
+    deadline, folder = time.monotonic() + seconds, binary.parent
     source = source_directory()
     cxx = find_cxx()
     inputs = [str(source / "binding.cpp"), str(source / "fused_accumulate_cpu.cpp")]
@@ -183,28 +223,29 @@ def compile_module(backend: str, targets: list[str], binary: Path, seconds: floa
             nvcc = find_nvcc()
             arch = [f"-gencode=arch=compute_{t},code=sm_{t}" for t in targets] or ["-arch=all-major"]
             host = ["-ccbin", cxx[0]] if os.environ.get("CXX") else []
-            _run([nvcc, *NVCC_FLAGS, *arch, *host, "-c", gpu_source, "-o", gpu_object], deadline)
+            _run([nvcc, *NVCC_FLAGS, *arch, *host, "-c", gpu_source, "-o", gpu_object], folder, deadline)
             root = Path(nvcc).resolve().parent.parent
             libraries = [f"-L{root}/lib64", f"-L{root}/lib", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         else:
             rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
             hipcc = _find_program("hipcc", [rocm])
             arch = [f"--offload-arch={t}" for t in targets]
-            _run([hipcc, *HIPCC_FLAGS, *arch, "-c", gpu_source, "-o", gpu_object], deadline)
+            _run([hipcc, *HIPCC_FLAGS, *arch, "-c", gpu_source, "-o", gpu_object], folder, deadline)
             libraries = [f"-L{rocm}/lib", f"-Wl,-rpath,{rocm}/lib", "-lamdhip64"]
         inputs += [gpu_object, "-DDSLR_GPU"]
     include = f"-I{sysconfig.get_paths()['include']}"
     link = [*cxx, *HOST_FLAGS, "-shared", include, *inputs, *libraries, "-o", str(binary)]
     try:
-        _run([*link, "-fopenmp"], deadline)
+        _run([*link, "-fopenmp"], folder, deadline)
     except KernelBuildError:
-        _run(link, deadline)  # a compiler without OpenMP: one thread, the same bits
+        _run(link, folder, deadline)  # a compiler without OpenMP: one thread, the same bits
 
 
-def _run(command: list[str], deadline: float) -> None:
+def _run(command: list[str], folder: Path, deadline: float) -> None:
+    """Runs a compiler, without a shell, in ``folder``: not in the working directory, which may hold anything."""
     left = max(deadline - time.monotonic(), 1.0)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=left)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=left)
     except subprocess.TimeoutExpired:
         raise KernelBuildError(f"{command[0]} did not finish within {left:.0f} s") from None
     except OSError as error:
@@ -219,7 +260,9 @@ def _build_once(backend: str, targets: list[str], binary: Path) -> None:
     try:
         if binary.exists():  # also in a cache that only others may write
             return
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)  # the user's, or torch's own
+        for ours in (folder.parent, folder):
+            ours.mkdir(mode=0o700, exist_ok=True)
         seen = _stamp(failure)
         with _lock(folder / "lock"):
             if binary.exists():
@@ -233,7 +276,9 @@ def _build_once(backend: str, targets: list[str], binary: Path) -> None:
                     Path(scratch, failure.name).write_text(str(error))
                     os.replace(Path(scratch, failure.name), failure)
                     raise
-                os.replace(Path(scratch, binary.name), binary)
+                built = Path(scratch, binary.name)
+                built.chmod(built.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # whatever the umask is
+                os.replace(built, binary)
     except OSError as error:
         reason = f"cache directory {folder} is not writable ({error}); TORCH_EXTENSIONS_DIR names another"
         raise KernelBuildError(reason) from error

@@ -7,12 +7,20 @@ The script sees ``sys.argv``, ``sys.path[0]``, ``__name__`` and ``__file__`` as 
 Only ``deepspeed`` has been imported already, so what must be set before that import is set by the caller.
 """
 
+# ruff: noqa: E402 - sys.path is put in order before anything but sys is imported
 from __future__ import annotations
+
+import sys
+
+# `python -m` has put the working directory in front, from where nothing that the shim imports shall come.
+# (`python -P` has not.)
+_CWD_IN_FRONT = __name__ == "__main__" and not getattr(sys.flags, "safe_path", False)
+if _CWD_IN_FRONT:
+    _CWD = sys.path.pop(0)
 
 import importlib.util
 import os
 import runpy
-import sys
 import time
 import types
 from typing import NamedTuple, NoReturn
@@ -68,14 +76,18 @@ def check_target(target: Target) -> None:
         raise TargetError(f"no module named {target.name}")
 
 
+def add_search_path(target: Target) -> None:
+    """Put in front of ``sys.path`` what Python would have: a script's directory, or for a module the working one."""
+    if _CWD_IN_FRONT:
+        sys.path.insert(0, _CWD if target.is_module else os.path.dirname(os.path.realpath(target.name)))
+
+
 def run_target(target: Target) -> None:
     """Run the target as ``__main__`` in this process, as ``python SCRIPT`` or ``python -m MODULE`` would."""
     sys.argv = [target.name, *target.arguments]
     if target.is_module:
-        # sys.path[0] is the working directory already: this shim was started with -m too.
         runpy.run_module(target.name, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.realpath(target.name))
         _run_script(target.name)
 
 
@@ -103,6 +115,7 @@ def main() -> None:
     """Entry point of ``python -m ds_lazyreduce.run``; exits with 2 if there is nothing to run."""
     try:
         target = parse_command(sys.argv[1:])
+        add_search_path(target)
         check_target(target)
     except TargetError as error:
         _fail(str(error))

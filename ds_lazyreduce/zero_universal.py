@@ -25,6 +25,7 @@ class UniversalStateZeroOptimizer(BucketedZeroOptimizer):
             raise CheckpointError("a universal checkpoint cannot be loaded with a param group of frozen parameters")
         path = os.path.join(folder, "optimizer_state.pt")
         try:
+            # As DeepSpeed reads this file of its own right afterwards: it trusts whoever wrote its checkpoints.
             groups = torch.load(path, map_location="cpu", weights_only=False)["param_groups"]
         except Exception as error:
             raise CheckpointError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error

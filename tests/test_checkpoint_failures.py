@@ -4,6 +4,7 @@ import glob
 import os
 import signal
 import subprocess
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,6 +96,22 @@ def test_a_rank_killed_while_saving(warm_extensions, ranks, tmp_path, where):
         if where[1] == "exchange":
             assert message.startswith("CollectiveError") and "between the ranks of a checkpoint" in message
     assert_same(ranks(2).run(continued), ranks(2).run(continued, folder))
+
+
+def raises_on_rank_zero(what):
+    from ds_lazyreduce.checkpoint import on_rank_zero
+
+    on_rank_zero(torch.distributed, {"key": lambda: {}["missing"], "lock": lambda: _raise_unpicklable()}[what])
+
+
+def _raise_unpicklable():
+    raise ValueError(threading.Lock())
+
+
+@pytest.mark.parametrize("what, message", [("key", "KeyError: 'missing'"), ("lock", "ValueError: <unlocked")])
+def test_whatever_fails_on_rank_zero_fails_on_every_rank(ranks, what, message):
+    for error in ranks(2).run_expect_error(raises_on_rank_zero, what):
+        assert error.type == "CheckpointError" and message in error.message
 
 
 # ---- a full disk

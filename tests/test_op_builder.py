@@ -140,6 +140,123 @@ def test_four_ranks_with_a_cache_that_cannot_be_written(tmp_path, kernel):
     check(reports, "is not writable")
 
 
+# ---- whose code is run
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    binary = tmp_path_factory.mktemp("built") / "_kernel.so"
+    op_builder.compile_module("cpu", [], binary)
+    return binary
+
+
+@pytest.fixture
+def copies_instead_of_compiling(needs_compiler, built, monkeypatch):
+    monkeypatch.setattr(op_builder, "compile_module", lambda backend, targets, binary: shutil.copyfile(built, binary))
+
+
+def built_in(cache, monkeypatch, chosen=True):
+    """A built module in ``cache``, chosen by TORCH_EXTENSIONS_DIR or the default place: (binary, its folder)."""
+    for name, value in {"TORCH_EXTENSIONS_DIR": chosen and cache, "XDG_CACHE_HOME": not chosen and cache}.items():
+        monkeypatch.setenv(name, str(value)) if value else monkeypatch.delenv(name, raising=False)
+    folder = op_builder.cache_directory() / op_builder.build_key("cpu", [])
+    op_builder._build_once("cpu", [], folder / "_kernel.so")
+    return folder / "_kernel.so", folder
+
+
+def find_or_build():
+    sys.modules.pop(op_builder.MODULE, None)  # as in a new process
+    return op_builder._find_or_build("cpu")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o000])
+def test_what_is_built_is_private_and_trusted_under_any_umask(
+    copies_instead_of_compiling, tmp_path, monkeypatch, umask
+):
+    before = os.umask(umask)
+    try:
+        binary, folder = built_in(tmp_path, monkeypatch, chosen=False)
+    finally:
+        os.umask(before)
+    for path in (folder, folder.parent):
+        assert path.stat().st_mode & 0o777 == 0o700
+    assert binary.stat().st_mode & 0o022 == 0
+    op_builder.check_trusted(binary)
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("what", ["binary", "folder", "cache"])
+def test_a_module_that_others_may_change_is_not_loaded(
+    copies_instead_of_compiling, tmp_path, monkeypatch, chosen, what
+):
+    binary, folder = built_in(tmp_path, monkeypatch, chosen)
+    path = {"binary": binary, "folder": folder, "cache": folder.parent}[what]
+    path.chmod(0o770)  # a directory that the user chose may belong to a group
+    if chosen:
+        find_or_build()
+    else:
+        with pytest.raises(KernelBuildError, match=f"{path.name} is writable by others, so its code is not trusted"):
+            find_or_build()
+    path.chmod(0o707)
+    with pytest.raises(KernelBuildError, match=f"{path.name} is writable by others, so its code is not trusted"):
+        find_or_build()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away needs root")
+def test_a_module_of_another_user_is_loaded_from_a_chosen_directory_only(
+    copies_instead_of_compiling, tmp_path, monkeypatch
+):
+    binary, _ = built_in(tmp_path, monkeypatch, chosen=False)
+    os.chown(binary, 12345, -1)
+    with pytest.raises(KernelBuildError, match=r"_kernel.so belongs to another user \(uid 12345\)"):
+        find_or_build()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "torch_extensions"))
+    assert find_or_build().accumulate_cpu
+
+
+def test_no_program_comes_from_the_working_directory(tmp_path, monkeypatch):
+    for name in ("c++", "nvcc"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    for path in ("", ".", ":/nowhere", "/nowhere:"):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("CUDA_HOME", "/nowhere")
+        for find in (lambda: op_builder.find_cxx()[0], op_builder.find_nvcc):
+            try:
+                found = find()
+            except KernelBuildError:
+                continue
+            assert os.path.isabs(found) and not found.startswith(str(tmp_path))
+
+
+def test_the_default_cache_is_never_in_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/of/somebody")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert op_builder.cache_directory() == Path("/home/of/somebody/.cache/torch_extensions/ds_lazyreduce")
+
+
+def test_no_shell_reads_what_the_environment_says(tmp_path, monkeypatch):
+    """And compilers are run in the folder of the build, where nobody has put anything."""
+    seen = tmp_path / "seen"
+    compiler = tmp_path / "c++"
+    compiler.write_text(f'#!/bin/sh\npwd > "{seen}"\nprintf "%s\\n" "$@" >> "{seen}"\nexit 1\n')
+    compiler.chmod(0o755)
+    folder = tmp_path / "$(touch pwned); `touch pwned`"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", f"{compiler} -DX=$(touch${{IFS}}pwned) ;touch pwned")
+    with pytest.raises(KernelBuildError, match="failed with status 1"):
+        op_builder.compile_module("cpu", [], folder / "_kernel.so")
+    cwd, *arguments = seen.read_text().splitlines()
+    assert cwd == str(folder)
+    assert arguments[:3] == ["-DX=$(touch${IFS}pwned)", ";touch", "pwned"]
+    assert not list(tmp_path.rglob("pwned"))
+
+
 def test_four_ranks_with_a_stale_lock_file(needs_compiler, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     folder = op_builder.cache_directory() / op_builder.build_key("cpu", [])

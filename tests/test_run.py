@@ -81,6 +81,34 @@ def test_module_sees_what_python_gives_it(tmp_path):
     assert direct == seen(run_python(["-m", "ds_lazyreduce.run", "--local_rank=0", "-m", "pkg.train", "-x"], tmp_path))
 
 
+def test_the_shim_imports_nothing_from_the_working_directory(tmp_path):
+    """As `python scripts/train.py` would not: there the script's directory is in front, not the working one."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text("import deepspeed, torch, sys; print('SEEN' + repr(sys.path[0]))")
+    for module in (
+        "typing",
+        "torch",
+        "pydantic",
+        "deepspeed",
+        "hjson",
+        "ninja",
+        "difflib",
+        "einops",
+        "ds_lazyreduce_x",
+    ):
+        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} of the working directory was imported')")
+    done = run_python(["-m", "ds_lazyreduce.run", "--local_rank=0", "scripts/train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"SEEN'{tmp_path / 'scripts'}'" in done.stdout
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="python -P is new in 3.11")
+def test_nothing_is_added_where_python_is_told_to_add_nothing(tmp_path):
+    (tmp_path / "train.py").write_text(LOOK)
+    direct = seen(run_python(["-P", "train.py"], tmp_path))
+    assert direct == seen(run_python(["-P", "-m", "ds_lazyreduce.run", "train.py"], tmp_path))
+
+
 class TestCheckTarget:
     @pytest.mark.parametrize("name", ["nowhere.py", "."])
     def test_no_such_file(self, name):

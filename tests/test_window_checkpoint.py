@@ -2,9 +2,14 @@
 
 import json
 import math
+import pickle
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_lazyreduce.checkpoint import WINDOW_FILE, CheckpointError, read_window, write_window
 
@@ -79,6 +84,9 @@ BROKEN = [
     '{"version": 1, "metrics": {"train_loss": {"sum": "one", "count": "1.0"}}}',
     '{"version": 1, "metrics": {"train_loss": [1.0, 1.0]}}',
     "\x80",
+    "[" * 100_000,
+    '{"version": ' * 100_000,
+    '{"version": 1, "metrics": {"train_loss": {"sum": 1%s, "count": "1.0"}}}' % ("0" * 400),
 ]
 
 
@@ -89,6 +97,48 @@ def test_a_broken_file_is_named(tmp_path, text):
     with pytest.raises(CheckpointError) as error:
         read_window(str(path))
     assert str(error.value).startswith(f"{path}: ")
+
+
+class _Pickled:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("write", [pickle.dump, torch.save])
+def test_a_file_that_would_run_code_is_only_broken(tmp_path, write):
+    path, trace = tmp_path / WINDOW_FILE, tmp_path / "ran"
+    with open(path, "wb") as file:
+        write(_Pickled(trace), file)
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        read_window(str(path))
+    assert not trace.exists()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["version", "metrics", "sum", "count", "loss"]), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON | JSON.map(lambda metrics: {"version": 1, "metrics": {"loss": metrics}}))
+def test_arbitrary_json_is_a_window_or_broken(content):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, WINDOW_FILE)
+        path.write_text(json.dumps(content))
+        try:
+            window = read_window(str(path))
+        except CheckpointError as error:
+            assert str(error).startswith(f"{path}: ")
+        else:
+            assert all(isinstance(number, float) for pair in window.values() for number in pair)
 
 
 # ---- engines
