@@ -191,8 +191,8 @@ def _gradient_problems(
         problems.append(f"{prefix}.node_size: got {show(node)}; expected a divisor of {world_size} ranks")
     if gradients.verify_every and gradients.collective == "reduce_scatter":
         problems.append(
-            f'{prefix}.verify_every: got {show(gradients.verify_every)}; expected 0 with "reduce_scatter", which sums in '
-            "an order of the backend's own, so that no other sum has the same bits"
+            f'{prefix}.verify_every: got {show(gradients.verify_every)}; expected 0 with "reduce_scatter", whose '
+            "order of summation is the backend's own, so that no other sum has the same bits"
         )
     travels = _lookup(ds_config, "communication_data_type")
     problems += dtype_conflict(gradients, travels.lower() if isinstance(travels, str) else None)

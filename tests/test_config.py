@@ -393,6 +393,13 @@ def test_token_normalization_needs_gradient_partition():
     assert "lazy_reduce.gradient_partition.enabled" in message
 
 
+def test_sums_in_an_order_of_the_backends_own_cannot_be_verified():
+    asked = gradients(collective="reduce_scatter", verify_every=3)
+    assert "gradient_partition.verify_every: got 3; expected 0" in error_of(check_against_deepspeed, asked, ZERO2)
+    check_against_deepspeed(gradients(collective="reduce_scatter"), ZERO2)
+    check_against_deepspeed(gradients(verify_every=3), ZERO2)
+
+
 def test_node_size_must_divide_the_ranks():
     message = error_of(check_against_deepspeed, gradients(node_size=3), ZERO2, world_size=4)
     assert "node_size: got 3; expected a divisor of 4 ranks" in message
