@@ -185,7 +185,7 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
     def _warm_up(self) -> None:
         uses = {}
         for bucket, group in zip(self.chain.buckets, self.real_dp_process_group, strict=True):
-            uses[group, bucket.wire_dtype] = (group, bucket.reduce_scatter, bucket.wire_dtype)
+            uses[group, bucket.wire_dtype] = (group, self._reduce_scatter_of(group), bucket.wire_dtype)
         accelerator = get_accelerator()
         before = device_memory_in_use(accelerator)
         warm_up(uses.values(), torch.device(accelerator.current_device_name()))

@@ -38,13 +38,15 @@ class Net(torch.nn.Module):
 BUCKETS = 3  # two of two weights each, one of all biases
 
 
-def build(verify_every=0, precision="bf16", normalize=False, micro_steps=2, **partition):
+def build(verify_every=0, precision="bf16", normalize=False, micro_steps=2, one_group=False, **partition):
     torch.manual_seed(0)
     model = Net()
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
+    if one_group:
+        groups = list(model.parameters())
     lazy = {"gradient_partition": {"bucket_size": 170, "verify_every": verify_every, **partition}}
     if normalize:
         lazy["token_normalization"] = {"enabled": True}
@@ -69,6 +71,7 @@ def train_window(engine, window, *, tokens=None):
 
 SETTINGS = {
     "defaults": {},
+    "one bucket": {"one_group": True, "bucket_size": 1000},
     "torch kernel": {"kernel": "torch"},
     "drained at once": {"carry_over": False},
     "four in flight": {"max_in_flight": 4},
