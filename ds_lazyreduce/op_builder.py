@@ -192,6 +192,14 @@ def find_nvcc() -> str:
     return _find_program("nvcc", [os.environ.get("CUDA_HOME"), "/usr/local/cuda"])
 
 
+def rocm_root() -> str:
+    return os.environ.get("ROCM_PATH", "/opt/rocm")
+
+
+def find_hipcc() -> str:
+    return _find_program("hipcc", [rocm_root()])
+
+
 def gpu_backend() -> tuple[str, list[str]]:
     """``("cuda", ["90", ...])`` or ``("hip", ["gfx942", ...])`` for the devices of this process."""
     import torch
@@ -227,8 +235,7 @@ def compile_module(backend: str, targets: list[str], binary: Path, seconds: floa
             root = Path(nvcc).resolve().parent.parent
             libraries = [f"-L{root}/lib64", f"-L{root}/lib", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
         else:
-            rocm = os.environ.get("ROCM_PATH", "/opt/rocm")
-            hipcc = _find_program("hipcc", [rocm])
+            hipcc, rocm = find_hipcc(), rocm_root()
             arch = [f"--offload-arch={t}" for t in targets]
             _run([hipcc, *HIPCC_FLAGS, *arch, "-c", gpu_source, "-o", gpu_object], folder, deadline)
             libraries = [f"-L{rocm}/lib", f"-Wl,-rpath,{rocm}/lib", "-lamdhip64"]

@@ -70,7 +70,8 @@ def _takes(function, wanted: set[str]) -> bool:
     return wanted <= parameters or parameters == {"args", "kwargs"}  # hidden by DeepSpeed's profiling decorator
 
 
-def _check_seams() -> None:
+def check_deepspeed() -> None:
+    """Raises :class:`UnsupportedDeepSpeedError`, naming each difference, if this DeepSpeed is not supported."""
     problems = []
     if getattr(ds_engine, "DeepSpeedZeroOptimizer", None) is not stage_1_and_2.DeepSpeedZeroOptimizer:
         problems.append("deepspeed.runtime.engine does not bind DeepSpeedZeroOptimizer")
@@ -133,7 +134,7 @@ def register() -> None:
     """
     if _registered:
         return
-    _check_seams()
+    check_deepspeed()
     for name, (stock, lazy) in _ENGINES.items():
         _registered[name] = _make_stand_in(stock, lazy)
         setattr(deepspeed, name, _registered[name])

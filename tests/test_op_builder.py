@@ -346,17 +346,3 @@ def test_the_cuda_module_builds_links_and_loads(needs_compiler, tmp_path):
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="fused_accumulate: launch on device 0 failed: .*driver"):
             module.accumulate_gpu(partition.data_ptr(), received.data_ptr(), 1000, 4, 1000, 0, 1.0, 0, 0)
-
-
-def test_the_gpu_source_hipifies(tmp_path):
-    """torch's own converter, which other builders run, must leave a file that still makes sense."""
-    from torch.utils.hipify import hipify_python
-
-    source = tmp_path / "csrc"
-    shutil.copytree(op_builder.source_directory(), source)
-    hipify_python.hipify(
-        project_directory=str(source), output_directory=str(source), includes=["*"],
-        extra_files=[str(source / "fused_accumulate_gpu.cu")], is_pytorch_extension=True,
-    )  # fmt: skip
-    text = (source / "fused_accumulate_gpu.hip").read_text()
-    assert "hipSetDevice(device)" in text and "cudaSetDevice" not in text
