@@ -12,6 +12,7 @@ All ranks construct, call and close contenders in the same order; several exist 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .bench_models import Shape, hand_over_model, parameter_groups
+from .bench_settings import LAZY
 
 NEVER = 10**9  # steps between reports: the bookkeeping runs, the report does not
 
@@ -122,61 +124,79 @@ class DeepSpeedEngine(Contender):
         self.engine.destroy()
 
 
-class FullyShard(Contender):
+class _TorchModel(Contender):
+    """A model of ``setting``'s shape with torch's own means; ``_wrap`` says how its gradients are reduced."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, setting: Setting):
+        model = hand_over_model(setting.shape, setting.device, seed=setting.rank, dtype=self.dtype)
+        self._model = self._wrap(model, setting)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+        self._input = torch.zeros((), device=setting.device)
+
+    def _wrap(self, model: torch.nn.Sequential, setting: Setting) -> torch.nn.Module:
+        return model
+
+    def micro_step(self, last: bool) -> None:
+        self._model(self._input).backward()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def close(self) -> None:
+        del self._model, self._optimizer
+
+
+class FullyShard(_TorchModel):
     """FSDP2, one unit a layer, bf16 parameters, fp32 reductions.
 
     Parameters stay gathered from one step to the next, as in ZeRO-2; the gathering is part of the step.
     """
 
-    def __init__(self, setting: Setting):
+    dtype = torch.float32
+
+    def _wrap(self, model: torch.nn.Sequential, setting: Setting) -> torch.nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        model = hand_over_model(setting.shape, setting.device, seed=setting.rank, dtype=torch.float32)
         mesh = init_device_mesh(setting.device.type, (setting.ranks,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for unit in [*model, model]:
             fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         model.set_reshard_after_backward(False)
-        self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self._input = torch.zeros((), device=setting.device)
-
-    def micro_step(self, last: bool) -> None:
-        self._model(self._input).backward()
+        return model
 
     def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        super().step()
         for layer in self._model:
             layer.reshard()
             layer.unshard()
 
-    def close(self) -> None:
-        del self._model, self._optimizer
 
-
-class DataParallel(Contender):
-    """DistributedDataParallel in bf16: all gradients and optimizer states on every rank, no fp32 masters."""
-
-    def __init__(self, setting: Setting):
-        model = hand_over_model(setting.shape, setting.device, seed=setting.rank)
-        megabytes = (setting.bucket or 0) * 2 / 2**20 or None
-        self._model = torch.nn.parallel.DistributedDataParallel(
-            model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
-        )
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self._input = torch.zeros((), device=setting.device)
+class FullyShardOnce(FullyShard):
+    """FSDP2 that adds gradients up locally, in whole and in fp32, and reduces them in the last micro-step."""
 
     def micro_step(self, last: bool) -> None:
-        self._model(self._input).backward()
+        self._model.set_requires_gradient_sync(last)
+        super().micro_step(last)
 
-    def step(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
-    def close(self) -> None:
-        del self._model, self._optimizer
+class DataParallel(_TorchModel):
+    """DistributedDataParallel in bf16: all gradients and optimizer states on every rank, no fp32 masters."""
+
+    def _wrap(self, model: torch.nn.Sequential, setting: Setting) -> torch.nn.Module:
+        megabytes = (setting.bucket or 0) * 2 / 2**20 or None
+        return torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True)
+
+
+class DataParallelOnce(DataParallel):
+    """DistributedDataParallel with ``no_sync``: gradients add up in bf16 and are reduced in the last micro-step."""
+
+    def micro_step(self, last: bool) -> None:
+        with nullcontext() if last else self._model.no_sync():
+            super().micro_step(last)
 
 
 class BareExchange(Contender):
@@ -196,34 +216,22 @@ class BareExchange(Contender):
             dist.all_to_all_single(self._receive, self._send)
 
 
-class NoEngine(Contender):
+class NoEngine(_TorchModel):
     """Forward and backward in plain torch: what remains when nobody handles the gradients."""
 
     has_step = False
 
-    def __init__(self, setting: Setting):
-        self._model = hand_over_model(setting.shape, setting.device, seed=setting.rank)
-        self._input = torch.zeros((), device=setting.device)
-
     def micro_step(self, last: bool) -> None:
-        self._model(self._input).backward()
+        super().micro_step(last)
         self._model.zero_grad()
 
-    def close(self) -> None:
-        del self._model
+    def step(self) -> None:
+        pass
 
 
 def _lazy(gradient_partition: dict[str, Any]) -> Callable[[Setting], Contender]:
     return lambda setting: DeepSpeedEngine(setting, lazy=gradient_partition)
 
-
-# Keys of ``gradient_partition``; the defaults where empty.
-LAZY: dict[str, dict[str, Any]] = {
-    "lazy": {},
-    "lazy-4": {"max_in_flight": 4},
-    "lazy-drained": {"carry_over": False},
-    "lazy-boundary": {"reduce_every": "boundary"},
-}
 
 CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "none": NoEngine,
@@ -232,6 +240,8 @@ CONTENDERS: dict[str, Callable[[Setting], Contender]] = {
     "zero2-fp32": lambda setting: DeepSpeedEngine(setting, communication_data_type="fp32"),
     "zero2-loss": lambda setting: DeepSpeedEngine(setting, loss_all_reduce=True),
     "fsdp2": FullyShard,
+    "fsdp2-boundary": FullyShardOnce,
     "ddp": DataParallel,
+    "ddp-boundary": DataParallelOnce,
     **{name: _lazy(gradient_partition) for name, gradient_partition in LAZY.items()},
 }

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from .bench_contenders import CONTENDERS, Contender, Setting
+from .bench_delays import Exponential, Recorded
 from .bench_models import Shape
 from .bench_report import Target
 from .config import ConfigError
@@ -30,12 +32,13 @@ WARM_UP = 2  # rounds: in the second one the extension uses the order of buckets
 class Options:
     """What the command line asked for.
 
-    scale: factor on the elements of every tensor. contenders: None for each workload's own.
+    scale: factor on the elements of every tensor. delays: of the workload ``jitter``.
+    contenders: None for each workload's own.
     """
 
     rounds: int
     scale: float
-    jitter_ms: float
+    delays: Exponential | Recorded
     contenders: tuple[str, ...] | None
     device: torch.device
     rank: int
@@ -88,20 +91,20 @@ def contenders(options: Options, setting: Setting, names: Sequence[str], notes: 
 
 
 Times = dict[str, float]  # metric -> value
+Samples = dict[str, dict[str, list[float]]]  # contender -> metric -> one value a round
 
 
 def take_turns(
     options: Options, what: str, built: dict[str, Contender], one_round: Callable[[Contender, int], Times]
-) -> dict[str, dict[str, list[float]]]:
+) -> Samples:
     """``one_round(contender, round)`` for all contenders in turn; rounds below 0 are warm-up.
 
     Returns:
         contender -> metric -> one value a round, the largest of all ranks.
     """
-    samples: dict[str, dict[str, list[float]]] = {name: {} for name in built}
+    samples: Samples = {name: {} for name in built}
     names = list(built)
-    total = (options.rounds + WARM_UP) * len(names)
-    with tqdm(total=total, desc=what, disable=options.rank != 0, file=sys.stderr, ncols=80) as bar:
+    with progress(options, what, total=(options.rounds + WARM_UP) * len(names)) as bar:
         for index in range(-WARM_UP, options.rounds):
             first = index % len(names)  # nobody always runs behind the same one
             for name in names[first:] + names[:first]:
@@ -111,13 +114,33 @@ def take_turns(
                     for metric, value in times.items():
                         samples[name].setdefault(metric, []).append(value)
                 bar.update()
-    return {name: _slowest_rank(metrics) for name, metrics in samples.items()}
+    return {name: largest_of_ranks(metrics) for name, metrics in samples.items()}
 
 
-def _slowest_rank(metrics: dict[str, list[float]]) -> dict[str, list[float]]:
+def largest_of_ranks(metrics: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Each value's maximum over the ranks. Collective."""
     values = torch.tensor(list(metrics.values()), device=get_accelerator().current_device_name())
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return dict(zip(metrics, values.tolist(), strict=True))
+
+
+def progress(options: Options, what: str, **of_tqdm: Any) -> tqdm:
+    """A progress bar on rank 0; see ``tqdm``."""
+    return tqdm(desc=what, disable=options.rank != 0, file=sys.stderr, ncols=80, **of_tqdm)
+
+
+def details(options: Options, setting: Setting) -> dict[str, Any]:
+    """For the JSON: counts, and sizes in elements and bytes."""
+    return {
+        "ranks": options.ranks,
+        "rounds": options.rounds,
+        "warm_up_rounds": WARM_UP,
+        "micro_steps": setting.micro_steps,
+        "elements": setting.shape.numel,
+        "buckets": -(-setting.shape.numel // setting.bucket),
+        "bucket_elements": setting.bucket,
+        "bucket_bytes": setting.bucket * 2,
+    }
 
 
 def size(setting: Setting) -> str:

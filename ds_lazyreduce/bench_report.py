@@ -29,7 +29,8 @@ class Target:
 class Result:
     """What one workload measured.
 
-    samples: contender -> metric -> one value a round, in ``unit``; the slowest rank's where it is a time.
+    samples: contender -> metric -> one value a round, the largest of all ranks; of memory one in all.
+    units: of the metrics that are in another unit than ``unit``.
     primary: the metric that ratios and targets compare.
     baselines: the contenders to compare with; those that did not run are left out.
     targets: left empty where sizes or ranks are not those that the targets are meant for.
@@ -44,6 +45,7 @@ class Result:
     samples: dict[str, dict[str, list[float]]]
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    units: dict[str, str] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
 
     def median(self, contender: str, metric: str | None = None) -> float | None:
@@ -63,7 +65,9 @@ class Result:
             contenders[name] = {
                 "metrics": {
                     metric: {
+                        "unit": self.units.get(metric, self.unit),
                         "median": statistics.median(values),
+                        "quartiles": quartiles(values),
                         "min": min(values),
                         "max": max(values),
                         "samples": values,
@@ -98,10 +102,12 @@ class Result:
         }
 
     def table(self) -> str:
-        """Rows are contenders; columns are medians with their range, then ratios of the primary metric."""
+        """Rows are contenders; columns are medians with their quartiles, then ratios of the primary metric."""
         metrics = list(dict.fromkeys(metric for row in self.samples.values() for metric in row))
         baselines = [name for name in self.baselines if self.median(name) is not None]
-        rows = [["", *(f"{metric} [{self.unit}]" for metric in metrics), *(f"/ {name}" for name in baselines)]]
+        units = [self.units.get(metric, self.unit) for metric in metrics]
+        header = [f"{metric} [{unit}]" for metric, unit in zip(metrics, units, strict=True)]
+        rows = [["", *header, *(f"/ {name}" for name in baselines)]]
         for name, row in self.samples.items():
             ratios = [self.ratio(name, baseline) for baseline in baselines]
             rows.append([name, *(_cell(row.get(metric)) for metric in metrics), *map(_ratio_cell, ratios)])
@@ -116,10 +122,18 @@ class Result:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """The lower and the upper one, by linear interpolation between the values."""
+    if len(values) == 1:
+        return values[0], values[0]
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return lower, upper
+
+
 def _cell(values: list[float] | None) -> str:
     if not values:
         return "-"
-    median, low, high = (_number(v) for v in (statistics.median(values), min(values), max(values)))
+    median, low, high = map(_number, (statistics.median(values), *quartiles(values)))
     return median if len(values) == 1 else f"{median} ({low} .. {high})"
 
 

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from .bench_checkpoint import checkpoint
-from .bench_contenders import LAZY, Contender, DeepSpeedEngine
-from .bench_measure import WARM_UP, Options, Times, contenders, now, size, take_turns, window
+from .bench_contenders import Contender, DeepSpeedEngine
+from .bench_jitter import jitter
+from .bench_measure import (
+    WARM_UP,
+    Options,
+    Samples,
+    Times,
+    contenders,
+    details,
+    now,
+    progress,
+    size,
+    take_turns,
+    window,
+)
+from .bench_memory import memory_of, with_memory
 from .bench_models import Shape
 from .bench_report import Result, Target
 
@@ -39,6 +50,7 @@ def comm(options: Options) -> Result:
     names = options.contenders or ("bare", "zero2", "lazy", "lazy-4", "fsdp2", "ddp")
     if "ddp" in names:
         notes.append("ddp keeps no fp32 masters and whole optimizer states, so its step is another one")
+    held = memory_of(options, setting, names)
     with contenders(options, setting, names, notes) as built:
         samples = take_turns(options, "comm", built, one_round)
     return Result(
@@ -47,7 +59,9 @@ def comm(options: Options) -> Result:
         unit="ms",
         primary="forward+backward",
         baselines=("zero2", "fsdp2", "ddp", "bare"),
-        samples=samples,
+        samples=with_memory(samples, held),
+        units={"memory": "MiB", "buffers": "MiB"},
+        details=details(options, setting),
         targets=options.targets(
             Target("lazy", "zero2", 0.42, ranks=4),
             Target("lazy", "fsdp2", 0.25, ranks=4),
@@ -116,54 +130,12 @@ def hooks(options: Options) -> Result:
     )
 
 
-def jitter(options: Options) -> Result:
-    """Ranks that are late at random: who waits for whom."""
-    setting = options.setting(Shape(layers=4, tensors=1, elements=2**16), micro_steps=8, bucket=2**16)
-    mean = options.jitter_ms / 1e3
-
-    def delays(index: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(index + WARM_UP)
-        drawn = torch.empty(options.ranks, setting.micro_steps).exponential_(1.0, generator=generator)
-        return drawn * (mean if index >= 0 else 0.0)
-
-    def one_round(contender: Contender, index: int) -> Times:
-        own = delays(index)[options.rank].tolist()
-        start = now()
-        window(contender, setting.micro_steps, own)
-        contender.step()
-        return {"step": (now() - start) * 1e3}
-
-    notes = ["limit: the delays of the slowest rank alone, as if ranks waited for one another once a step"]
-    names = options.contenders or ("zero2-loss", "zero2", "lazy-drained", "lazy", "lazy-4", "lazy-boundary")
-    with contenders(options, setting, names, notes) as built:
-        samples = take_turns(options, "jitter", built, one_round)
-    limit = [delays(index).sum(dim=1).max().item() * 1e3 for index in range(options.rounds)]
-    return Result(
-        workload="jitter",
-        title=f"{size(setting)}, 4 buckets, {setting.micro_steps} micro-steps, "
-        f"delays of {options.jitter_ms:g} ms on average before each",
-        unit="ms",
-        primary="step",
-        baselines=("zero2", "limit"),
-        samples={**samples, "limit": {"step": limit}},
-        notes=notes,
-        details={
-            "ranks": options.ranks,
-            "micro_steps": setting.micro_steps,
-            "elements": setting.shape.numel,
-            "buckets": setting.shape.layers,
-            "delays": {"drawn_ms": [(delays(index) * 1e3).tolist() for index in range(options.rounds)]},
-            "settings": {name: LAZY[name] for name in names if name in LAZY},
-        },
-    )
-
-
 def memory(options: Options) -> Result:
     """Peak bytes of the extension's buffers: the same for any number of buckets and any param groups."""
-    samples: dict[str, dict[str, list[float]]] = {}
+    samples: Samples = {}
     cases = [(f"{layers} buckets", layers, "one") for layers in (4, 16, 64)]
     cases += [(f"16 layers, {split} groups", 16, split) for split in ("decay", "layers")]
-    for name, layers, split in tqdm(cases, desc="memory", disable=options.rank != 0, file=sys.stderr, ncols=80):
+    for name, layers, split in progress(options, "memory", iterable=cases):
         shape = Shape(layers=layers, tensors=4, elements=2**14, vectors=2)
         setting = options.setting(shape, micro_steps=2, bucket=2**16, split=split)
         contender = DeepSpeedEngine(setting, lazy={})

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from .config import ConfigError, LazyReduceConfig, parse_section
 from .demo_report import closing_table
+from .refusal import refuse
 from .stock_keys import check_against_deepspeed
 
 
@@ -266,12 +267,8 @@ def _say(message: str) -> None:
 
 
 def _refuse(message: str) -> int:
-    _say(message)
     _on_signals(signal.SIG_DFL)
-    if os.environ["LOCAL_RANK"] != "0":
-        # The launcher ends every rank as soon as one is gone: let the one that has to say something be first.
-        time.sleep(20)
-    return 2
+    return refuse("\nds_lazyreduce.demo", message)
 
 
 def main() -> int:

@@ -23,6 +23,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -115,11 +116,17 @@ def import_binary(binary: Path) -> ModuleType:
     """Import the built module at ``binary``."""
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(binary))
     spec = importlib.util.spec_from_file_location(MODULE, str(binary), loader=loader)
+    registered = sys.modules.get(MODULE)
     try:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except (ImportError, OSError) as error:
         raise KernelBuildError(f"{binary} does not load ({error}); delete it to build anew") from error
+    # Python registers such a module by itself; left there it would be taken for a prebuilt one.
+    if registered is None:
+        sys.modules.pop(MODULE, None)
+    else:
+        sys.modules[MODULE] = registered
     return module
 
 

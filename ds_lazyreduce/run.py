@@ -21,9 +21,10 @@ if _CWD_IN_FRONT:
 import importlib.util
 import os
 import runpy
-import time
 import types
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
+
+from .refusal import refuse
 
 USAGE = "usage: deepspeed --module ds_lazyreduce.run SCRIPT.py|-m MODULE [ARGUMENT ...]"
 
@@ -102,15 +103,6 @@ def _run_script(path: str) -> None:
     exec(code, main_module.__dict__)
 
 
-def _fail(message: str) -> NoReturn:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"ds_lazyreduce.run: {message}", file=sys.stderr, flush=True)
-    else:
-        # The launcher ends every rank as soon as one is gone: let the one that has to say something be first.
-        time.sleep(20)
-    sys.exit(2)
-
-
 def main() -> None:
     """Entry point of ``python -m ds_lazyreduce.run``; exits with 2 if there is nothing to run."""
     try:
@@ -118,7 +110,7 @@ def main() -> None:
         add_search_path(target)
         check_target(target)
     except TargetError as error:
-        _fail(str(error))
+        sys.exit(refuse("ds_lazyreduce.run", str(error)))
 
     from . import register
 

@@ -1,0 +1,19 @@
+"""How a command line tool under a launcher turns a mistake of the user's into one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+EXIT_CODE = 2
+
+
+def refuse(program: str, message: str) -> int:
+    """Says ``message`` once a host and returns the exit code; to be called before ranks communicate."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{program}: {message}", file=sys.stderr, flush=True)
+    else:
+        # The launcher ends every rank as soon as one is gone: let the one that has to say something be first.
+        time.sleep(20)
+    return EXIT_CODE
