@@ -13,6 +13,7 @@ import gc
 import json
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,10 +36,11 @@ def memory_of(options: Options, setting: Setting, names: Sequence[str]) -> Sampl
 
     Returns:
         MiB of the rank that takes most: ``memory``, where the device tells, and of the extension also ``buffers``,
-        its report's ``peak_buffer_bytes``. A contender that the extension refuses to be is left out.
+        its report's ``peak_buffer_bytes``. Left out are what the extension refuses to be and what trains nothing.
     """
     samples: Samples = {}
-    for name in progress(options, "memory of each contender", iterable=names):
+    training = [name for name in names if name not in ("none", "bare")]
+    for name in progress(options, "memory of each", iterable=training):
         gc.collect()
         try:
             taken = _alone(CONTENDERS[name], setting)
@@ -95,13 +97,33 @@ def _run(contender: Contender, setting: Setting, mark: Callable[[], AbstractCont
     return contender.engine.lazy_reduce_report()["peak_buffer_bytes"] if is_lazy else 0
 
 
+@contextmanager
+def _without_stderr():
+    """The profiler writes a line there whenever it starts and stops, into the progress bar."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _on_cpu(build: Callable[[Setting], Contender], setting: Setting) -> tuple[int, int]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with _without_stderr():
+        profiler.start()
+    try:
         contender = build(setting)
         buffers = _run(contender, setting, lambda: torch.profiler.record_function(WINDOW))
         contender.close()
         del contender
         gc.collect()
+    finally:
+        with _without_stderr():
+            profiler.stop()
     with tempfile.TemporaryDirectory(prefix="ds_lazyreduce-bench-") as folder:
         path = os.path.join(folder, "trace.json")
         profiler.export_chrome_trace(path)

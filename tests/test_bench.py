@@ -1,36 +1,77 @@
 """The benchmark: a run on two ranks, its arguments, and how results are summed up. Nothing here is timed."""
 
 import json
-import os
 import subprocess
 import sys
 from subprocess import PIPE
 
 import pytest
 
-from ds_lazyreduce import bench
-from ds_lazyreduce.bench_report import Result, Target
+from ds_lazyreduce import bench, bench_memory, bench_plot
+from ds_lazyreduce.bench_advise import advise
+from ds_lazyreduce.bench_delays import DelaysError, Exponential, Recorded
+from ds_lazyreduce.bench_report import Result, Target, quartiles
+from ds_lazyreduce.config import parse_section
 from ds_lazyreduce.simulate_validation import read
-from tests.ranks import ROOT
+from tests.launcher import job_env, launch
 
 ALL = ["comm", "step", "hooks", "jitter", "memory", "checkpoint"]
 
 
+TINY = ["--scale", "0.01", "--rounds", "2"]
+
+
 @pytest.fixture(scope="module")
 def quick_run(warm_extensions, tmp_path_factory):
-    """Output and JSON of one tiny run of all workloads on two ranks."""
-    path = tmp_path_factory.mktemp("bench") / "result.json"
+    """Output and JSON of one tiny run of all workloads on two ranks, started by the deepspeed launcher."""
+    folder = tmp_path_factory.mktemp("bench")
+    arguments = ["--quick", "--json", "result.json", *TINY, "--jitter-ms", "1"]
+    code, output, errors = launch("ds_lazyreduce.bench", arguments, folder, timeout=240)
+    assert code == 0, f"{output}\n{errors}"
+    return output, json.loads((folder / "result.json").read_text())
+
+
+def test_picture_advice_and_measured_delays_under_torchrun(warm_extensions, tmp_path):
+    (tmp_path / "delays.csv").write_text("0, 1, 2\n1, 0, 0\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "ds_lazyreduce.bench", "--workload", *ALL, "--json", str(path)]
-    command += ["--scale", "0.01", "--rounds", "2", "--jitter-ms", "1"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=PIPE, stderr=PIPE) as process:
+    command += ["-m", "ds_lazyreduce.bench", "--workload", "jitter", "--json", "result.json", *TINY]
+    command += ["--implementations", "zero2", "ddp", "lazy-boundary"]
+    command += ["--delays", "delays.csv", "--plot", "plot.png", "--advise", "50"]
+    with subprocess.Popen(command, cwd=tmp_path, env=job_env(), text=True, stdout=PIPE, stderr=PIPE) as process:
         try:
-            output, errors = process.communicate(timeout=240)
+            output, errors = process.communicate(timeout=120)
         finally:
             process.terminate()  # if it is still there: the launcher then ends its ranks, too
     assert process.returncode == 0, f"{output}\n{errors}"
-    return output, json.loads(path.read_text())
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG") and "jitter: 100%" in errors
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert output.count("\nadvice\n  take ") == 1
+    assert parse_section(report["advice"]["config"]) is not None
+    details = report["workloads"][0]["details"]
+    assert details["delays"]["source"] == "delays.csv"
+    assert details["settings"] == {"lazy-boundary": {"reduce_every": "boundary"}}
+    rounds = [Recorded.read(tmp_path / "delays.csv").draw(index, 2, 8) for index in range(2)]
+    assert details["delays"]["drawn_ms"] == rounds
+    limit = report["workloads"][0]["contenders"]["limit"]["metrics"]["step"]["samples"]
+    assert limit == [max(map(sum, drawn)) for drawn in rounds]
+
+
+def test_memory_of_contenders_is_what_they_hold(quick_run):
+    _, report = quick_run
+    jitter = report["workloads"][ALL.index("jitter")]
+    memory = {
+        name: values["metrics"]["memory"]["median"] * 2**20
+        for name, values in jitter["contenders"].items()
+        if name != "limit"
+    }
+    elements = jitter["details"]["elements"]
+    # Parameters, and masters and moments of half of them: 2 + 12 / 2 bytes an element; DDP: 2 + 2 x 2 + gradients 2.
+    assert all(8 * elements <= count for count in memory.values()), memory
+    # Local accumulators of all buckets: 4 bytes an element, and nothing that the default holds in their place but
+    # its three buffers of a bucket, 2 bytes an element each.
+    assert memory["lazy-boundary"] - memory["lazy"] > (4 - 3 * 2 / 4) * elements * 0.9
+    assert "buffers" in jitter["contenders"]["lazy"]["metrics"]
+    assert "buffers" not in jitter["contenders"]["zero2"]["metrics"]
 
 
 def test_prints_a_table_per_workload_once(quick_run):
@@ -114,30 +155,178 @@ def test_targets_are_judged(bound, verdict):
 def test_table_lines_up_and_leaves_gaps():
     lines = result(notes=["a note"]).table().splitlines()
     assert lines[0] == "w: t" and lines[-1] == "  a note"
-    assert lines[3].split() == ["lazy", "1.5", "(1", "..", "2)", "-", "0.50"]
+    assert lines[3].split() == ["lazy", "1.5", "(1.25", "..", "1.75)", "-", "0.50"]
     assert len({len(line) for line in lines[1:5]}) == 1
+
+
+def test_quartiles_lie_between_the_values():
+    assert quartiles([5.0]) == (5.0, 5.0) and quartiles([3.0, 1.0, 2.0, 5.0, 4.0]) == (2.0, 4.0)
 
 
 def test_quick_means_smaller_unless_said_otherwise():
     full, quick = bench.parse_arguments([]), bench.parse_arguments(["--quick", "--rounds", "5"])
-    assert (full.workload, full.scale) == (["comm"], 1.0)
-    assert (quick.rounds, quick.scale, quick.jitter_ms) == (5, 0.25, 12.5)
+    assert (full.workload, full.scale) == (ALL, 1.0)
+    assert (quick.workload, quick.rounds, quick.scale, quick.delays) == (ALL, 5, 0.25, Exponential(12.5))
     assert bench.parse_arguments(["--local_rank=3"]).local_rank == 3
 
 
 @pytest.mark.parametrize(
     "argv",
-    [["--rounds", "0"], ["--scale", "0"], ["--jitter-ms", "-1"], ["--workload", "x"], ["--json", "/no/dir/f"]],
+    [
+        ["--rounds", "0"],
+        ["--scale", "0"],
+        ["--jitter-ms", "-1"],
+        ["--workload", "x"],
+        ["--json", "/no/dir/f"],
+        ["--plot", "/no/dir/f.png"],
+        ["--plot", "f.txt"],
+        ["--plot", "f.png", "--workload", "hooks"],
+        ["--advise", "-1"],
+        ["--advise", "--workload", "comm"],
+        ["--advise", "--implementations", "zero2"],
+        ["--memory-budget-mb", "5"],
+        ["--delays", "f", "--jitter-ms", "5"],
+    ],
 )
-def test_wrong_arguments_are_refused(argv, capsys):
-    with pytest.raises(SystemExit) as refused:
+def test_wrong_arguments_are_refused(argv):
+    with pytest.raises(bench.BenchError, match=argv[0]):
         bench.parse_arguments(argv)
-    assert refused.value.code == 2
-    assert argv[0].lstrip("-") in capsys.readouterr().err
 
 
 def test_names_on_the_command_line_are_those_that_exist():
-    from ds_lazyreduce import bench_contenders, bench_workloads
+    from ds_lazyreduce import bench_contenders, bench_settings, bench_workloads
 
-    assert set(bench.CONTENDERS) == bench_contenders.CONTENDERS.keys()
+    assert set(bench_settings.NAMES) == bench_contenders.CONTENDERS.keys()
     assert list(bench.WORKLOADS) == list(bench_workloads.WORKLOADS) == ALL
+
+
+def test_delays_from_text_and_json_are_the_same(tmp_path):
+    text, as_json = tmp_path / "delays.csv", tmp_path / "delays.json"
+    text.write_text("# ms\n1, 2, 3  # rank 0\n\n40 50 60\n")
+    as_json.write_text('{"unit": "s", "delays": [[0.001, 0.002, 0.003], [0.04, 0.05, 0.06]]}')
+    read, other = Recorded.read(text), Recorded.read(as_json)
+    assert read.rows_ms == other.rows_ms == ((1, 2, 3), (40, 50, 60))
+    assert read.draw(0, 4, 8) == other.draw(0, 4, 8)
+
+
+def test_recorded_delays_are_replayed_in_order_and_together():
+    delays = Recorded("f", (tuple(range(100)), tuple(range(1000, 1100))))
+    for index in range(5):
+        first, second, again, _ = delays.draw(index, ranks=4, micro_steps=8)
+        assert [(value - first[0]) % 100 for value in first] == list(range(8))
+        assert second == [value + 1000 for value in first]
+        assert len(again) == 8 and max(again) < 100
+    assert delays.draw(0, 4, 8) == delays.draw(0, 4, 8) != delays.draw(1, 4, 8)
+
+
+def test_exponential_delays_have_the_mean_and_a_draw_of_each_round():
+    drawn = Exponential(50.0).draw(3, ranks=40, micro_steps=100)
+    values = [value for row in drawn for value in row]
+    assert len(values) == 4000 and 45 < sum(values) / 4000 < 55 and min(values) >= 0
+    assert Exponential(50.0).draw(3, 40, 100) == drawn != Exponential(50.0).draw(4, 40, 100)
+
+
+@pytest.mark.parametrize(
+    "name, content, what",
+    [
+        ("f.csv", "", "no delays"),
+        ("f.csv", "1 2\n3 x\n", "line 2: got 'x'"),
+        ("f.csv", "1 -2\n", "line 1: got '-2'"),
+        ("f.csv", "1 nan\n", "line 1: got 'nan'"),
+        ("f.csv", "1 2\n3\n", "row 2: got 1 delays"),
+        ("f.json", "{", "Invalid JSON"),
+        ("f.json", '{"delays": [[1, -2]]}', "delays[0][1]"),
+        ("f.json", '{"unit": "us", "delays": [[1]]}', "unit"),
+        ("f.json", '{"delays": [[]]}', "row 1: got 0 delays"),
+    ],
+)
+def test_files_of_delays_that_cannot_be_used(tmp_path, capsys, name, content, what):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(DelaysError) as refused:
+        Recorded.read(path)
+    assert str(path) in str(refused.value) and what in str(refused.value)
+    with pytest.raises(bench.BenchError, match="--delays: "):
+        bench.parse_arguments(["--delays", str(path)])
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["bench", "--delays", "/no/such/file"])
+    assert bench.main() == 2
+    assert capsys.readouterr().err == "ds_lazyreduce.bench: --delays: /no/such/file: No such file or directory\n"
+
+
+def test_a_missing_matplotlib_is_said_beforehand(monkeypatch):
+    monkeypatch.setattr(bench_plot, "is_available", lambda: False)
+    with pytest.raises(bench.BenchError, match="pip install"):
+        bench.parse_arguments(["--plot", "p.png"])
+
+
+def measured(**contenders):
+    samples = {name: {"step": [time], "memory": [memory]} for name, (time, memory) in contenders.items()}
+    return result(samples={name.replace("_", "-"): metrics for name, metrics in samples.items()})
+
+
+MEASURED = {"zero2": (100, 10.0), "lazy": (60, 11.0), "lazy_4": (42, 14.0), "lazy_boundary": (40, 20.0)}
+
+
+@pytest.mark.parametrize(
+    "within, budget, contender, partition",
+    [
+        (0, None, "lazy-boundary", {"reduce_every": "boundary"}),
+        (10, None, "lazy-4", {"max_in_flight": 4}),
+        (60, None, "lazy", None),
+        (10, 12, "lazy", None),
+        (200, None, "zero2", {"enabled": False}),
+        (10, 10.5, "zero2", {"enabled": False}),
+    ],
+)
+def test_advice_is_the_leanest_among_the_fast_ones(within, budget, contender, partition):
+    advice = advise(measured(**MEASURED), within, budget)
+    assert advice.reasons[0] == f"take {contender}"
+    assert advice.config["lazy_reduce"].get("gradient_partition") == partition
+    parsed = parse_section(json.loads("{" + advice.text().split("{", 1)[1]))
+    assert parsed is not None and parsed.gradient_partition.enabled == (contender != "zero2")
+
+
+def test_advice_takes_the_faster_where_memory_is_the_same():
+    assert advise(measured(lazy=(95, 10.0), lazy_4=(90, 10.1)), 10).reasons[0] == "take lazy-4"
+
+
+def test_no_advice_without_measurements_or_where_nothing_fits():
+    assert advise(result(), 10).config is None
+    advice = advise(measured(**MEASURED), 10, 5)
+    assert advice.config is None and "zero2 takes least, 10.00 MiB" in advice.text()
+
+
+def test_points_and_their_front():
+    shown = bench_plot.points(measured(**MEASURED, ddp=(70, 15.0)))
+    assert [p.name for p in shown] == ["lazy-boundary", "lazy-4", "lazy", "ddp", "zero2"]
+    assert [p.name for p in bench_plot.front(shown)] == ["lazy-boundary", "lazy-4", "lazy", "zero2"]
+    assert bench_plot.points(result()) == []  # no memory: left out
+    assert bench_plot.apart([1, 1, 1.5, 9], 1) == [1, 2, 3, 9]
+
+
+def trace(*events):
+    marks = [{"ph": "X", "name": bench_memory.WINDOW, "ts": start, "dur": 10} for start in (100, 200)]
+    blocks = [
+        {"name": "[memory]", "ts": ts, "args": {"Device Type": 0, "Addr": address, "Bytes": count}}
+        for ts, address, count in events
+    ]
+    return marks + blocks
+
+
+@pytest.mark.parametrize(
+    "events, peak",
+    [
+        ([(1, 1, 7), (300, 1, -7)], 7),  # held all the time
+        ([(1, 1, 7), (105, 2, 5), (106, 2, -5), (203, 3, 6), (204, 3, -6), (300, 1, -7)], 13),
+        ([(50, 1, 9), (60, 1, -9), (103, 2, 1), (104, 2, -1)], 1),  # between the windows does not count
+        ([(103, 1, 9), (203, 2, 4), (204, 2, -4)], 4),  # never freed: not seen
+        ([(103, 1, 9), (203, 1, 4), (204, 1, -4)], 4),  # freed unseen, its address used again
+        ([(150, 1, -9)], 0),  # from before the trace
+    ],
+)
+def test_peak_of_a_trace(events, peak):
+    assert bench_memory.peak_of(trace(*events)) == peak
