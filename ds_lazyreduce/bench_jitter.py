@@ -31,6 +31,7 @@ def jitter(options: Options) -> Result:
         "limit: the delays of the slowest rank alone, as if ranks waited for one another once a step",
         "memory: of a rank at the peak of a window: parameters, states, gradients, buffers; buffers: those of them "
         "that lazy_reduce_report() counts",
+        "ddp keeps no fp32 masters and whole bf16 states on every rank, so its memory is another one",
     ]
     names = options.contenders or IMPLEMENTATIONS
     memory = memory_of(options, setting, names)

@@ -74,7 +74,7 @@ def plot(results: Sequence[Result], path: Path, machine: str) -> None:
 
 def _panel(axes, result: Result) -> None:
     shown = points(result)
-    best = front(shown)
+    best = front([p for p in shown if p.name in LAZY or p.name.startswith("zero2")])  # the same model states
     axes.plot([p.memory for p in best], [p.time for p in best], color="0.8", linewidth=4, zorder=0)
     limit = result.median("limit")
     top = max([p.upper for p in shown] + [limit or 0]) * 1.1
