@@ -1,4 +1,4 @@
-"""What is here, what works, and what would be right: ``python -m ds_lazyreduce.doctor``, in the manner of ``ds_report``.
+"""What is here, what works, and what would be right; ``python -m ds_lazyreduce.doctor``, a page like ds_report's.
 
 Every check returns rows and prints nothing; a check that raises becomes a failed row. Exit code 0 if no row failed,
 else 1. It needs no GPU, no compiler and no supported DeepSpeed to say so.

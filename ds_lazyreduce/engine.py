@@ -29,7 +29,8 @@ from .metrics import DeferredMetrics, Scalar, over_group
 from .reduction_stream import overlap_notes
 from .stock_keys import check_against_deepspeed, stock_key_notes
 from .version import __version__
-from .zero_optimizer import LazyZeroOptimizer, PartitionSettings
+from .zero_backward import PartitionSettings
+from .zero_optimizer import LazyZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
 

@@ -1,397 +1,43 @@
-"""The ZeRO-2 optimizer: everything between a parameter's gradient and the wrapped optimizer.
+"""The ZeRO-2 optimizer's step: from the gradient partition to updated parameters.
 
 What the base class (``DeepSpeedZeroOptimizer`` of DeepSpeed 0.19.8) still does: flatten the parameters
 of each bucket, cut the flat buffer into equal partitions, keep the loss scaler, link parameters to
-their fp32 masters, gather updated parameters.
+their fp32 masters.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.torch_autocast import get_autocast_dtype
 from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_ALLGATHER_TIMER,
     OPTIMIZER_GRADIENTS_TIMER,
     OPTIMIZER_STEP_TIMER,
     OPTIMIZER_TIMERS,
 )
-from deepspeed.utils.torch import register_grad_hook
 
-from .bucket_chain import AccumulatingChain, Bucket, BucketChain, Slot
-from .bucket_layout import initial_order
-from .buffer_pool import BufferPool
-from .collectives import ReduceScatter
-from .config import ConfigError
-from .failures import during, inherit_timeout
+from .failures import during
 from .gradient_scalars import StepScalars, agree, local_norm_squared
-from .message_size import small_messages
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
-from .reduce_schedule import make_schedule
-from .reduction_stream import make_streams
-from .token_window import TokenWindow
-from .verification import make_verification
-from .warm_up import device_memory_in_use, warm_up
-from .zero_state import StockStateZeroOptimizer
+from .zero_backward import ReducingZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
 
-_NO_GRAPH_TASK = -1
-# Chains with an open micro-step, of all engines of the process: they share process groups.
-_OPEN_CHAINS: list[BucketChain] = []
 
-
-@dataclass(frozen=True)
-class PartitionSettings:
-    """The resolved settings of ``lazy_reduce.gradient_partition``.
-
-    bucket_elements, wire_dtype: see ``BucketedZeroOptimizer``.
-    accumulate: ``accumulate(partition [S] fp32, rows [N, S], scale)``, in place.
-    reduce_scatter: ``process group -> the reduce-scatter of its buckets``; called once a group.
-    normalize_tokens: whether gradients are divided by the window's token count instead of averaged.
-    verify_every: windows between two verifications of a bucket, 0 for none.
-    """
-
-    bucket_elements: Callable[[int, int], int]
-    wire_dtype: torch.dtype
-    accumulate: Callable[[torch.Tensor, torch.Tensor, float], None]
-    reduce_scatter: Callable[[Any], ReduceScatter]
-    max_in_flight: int
-    carry_over: bool
-    reduce_every: int | str
-    normalize_tokens: bool
-    verify_every: int = 0
-
-
-class _DrainingGradients(dict):
-    """``averaged_gradients``: whoever reads a gradient first completes what is in flight.
-
-    (Reads come from ``safe_get_full_grad`` and friends, which are collective: every rank reads.)
-    """
-
-    def __init__(self, drain: Callable[[], None]):
-        super().__init__()
-        self._drain = drain
-
-    def __contains__(self, key) -> bool:
-        self._drain()
-        return super().__contains__(key)
-
-    def __getitem__(self, key):
-        self._drain()
-        return super().__getitem__(key)
-
-    def get(self, key, default=None):
-        self._drain()
-        return super().get(key, default)
-
-
-class LazyZeroOptimizer(StockStateZeroOptimizer):
+class LazyZeroOptimizer(ReducingZeroOptimizer):
     """ZeRO-2 with chained fp32 reduce-scatters. Built by the engine in place of the stock class."""
 
-    def __init__(self, init_optimizer, param_names, *args, settings: PartitionSettings, **kwargs):
-        self._settings = settings
-        self._token_window = TokenWindow()
-        self._schedule = make_schedule(settings.reduce_every)
-        self._streams = make_streams(get_accelerator())
-        self._allgather_elements = int(kwargs["allgather_bucket_size"])
-        self._void = False
+    def __init__(self, *args, allgather_bucket_size, **kwargs):
         self._order_agreed = False
-        self._in_backward = False
-        self._passed = False  # a backward pass began since the engine's last step
-        self._graph_task: int | None = None
         self._scalar_collectives = 0
         self._warned_no_tokens = False
-        if get_autocast_dtype() == torch.float16:
-            raise ConfigError(
-                "torch_autocast.dtype: 'float16' is not supported with lazy_reduce.gradient_partition; "
-                "use 'bfloat16', or set lazy_reduce.gradient_partition.enabled to false"
-            )
-        super().__init__(
-            init_optimizer,
-            param_names,
-            *args,
-            bucket_elements=settings.bucket_elements,
-            wire_dtype=settings.wire_dtype,
-            **kwargs,
-        )
-        self._warm_up()
-
-    # -- construction ----------------------------------------------------------------------------
-
-    def initialize_gradient_partitioning_data_structures(self):
-        # Before anything captures `averaged_gradients`: reading a gradient must drain first.
-        self.averaged_gradients = _DrainingGradients(self._complete_for_reader)
-        super().initialize_gradient_partitioning_data_structures()
-        self._build_chain()
-
-    def _build_chain(self) -> None:
-        inherit_timeout(self.model_parallel_group)
-        self._pool = BufferPool(torch.device(get_accelerator().current_device_name()), self._streams)
-        self._slots: dict[torch.Tensor, Slot] = {}
-        buckets, last_arrivals = [], []
-        self._reduce_scatters: dict[Any, ReduceScatter] = {}
-        for i, params in enumerate(self.round_robin_bit16_groups):
-            bucket = Bucket(
-                index=i,
-                numel=self.bit16_groups_flat[i].numel(),
-                wire_dtype=self._wire_dtype_of(params[0]),
-                reduce_scatter=self._reduce_scatter_of(self.real_dp_process_group[i]),
-                group=self.real_dp_process_group[i],
-            )
-            for param, offset in zip(params, self.round_robin_bit16_offsets[i], strict=True):
-                slot = Slot(bucket, offset, param.numel(), self.param_names.get(param, "unnamed parameter"))
-                bucket.slots.append(slot)
-                self._slots[param] = slot
-            buckets.append(bucket)
-            last_arrivals.append(min(self._registered.get(p, -1) for p in params))
-        staged = min(self._allgather_elements, STAGED_ELEMENTS)
+        super().__init__(*args, allgather_bucket_size=allgather_bucket_size, **kwargs)
+        staged = min(int(allgather_bucket_size), STAGED_ELEMENTS)
         self._gather = ParameterGather(self.bit16_groups_flat, self.real_dp_process_group, staged)
-        averaged = self.gradient_average and not self._settings.normalize_tokens
-        # As in stock, expert buckets are divided by the size of the whole data-parallel group too.
-        ranks = dist.get_world_size(group=self.dp_process_group)
-        self._scale = self.sequence_parallel_size / ranks if averaged else 1.0
-        chain = BucketChain if self._settings.reduce_every == 1 else AccumulatingChain
-        self.chain = chain(
-            buckets,
-            initial_order(last_arrivals),
-            self._accumulate_rows,
-            self._pool,
-            self._settings.max_in_flight,
-            self._settings.carry_over,
-            _OPEN_CHAINS,
-        )
-        kernel = getattr(self._settings.accumulate, "name", "unknown")
-        self._verification = make_verification(
-            self._settings.verify_every, self.chain.buckets, self._gradient_shard, self._scale, kernel
-        )
-        warning = small_messages(buckets, self._settings.reduce_every)
-        if warning and dist.get_rank() == 0:
-            logger.warning(warning)
-
-    def _reduce_scatter_of(self, group) -> ReduceScatter:
-        if group not in self._reduce_scatters:
-            inherit_timeout(group)
-            self._reduce_scatters[group] = self._settings.reduce_scatter(group)
-        return self._reduce_scatters[group]
-
-    def _warm_up(self) -> None:
-        uses = {}
-        for bucket, group in zip(self.chain.buckets, self.real_dp_process_group, strict=True):
-            uses[group, bucket.wire_dtype] = (group, self._reduce_scatter_of(group), bucket.wire_dtype)
-        accelerator = get_accelerator()
-        before = device_memory_in_use(accelerator)
-        warm_up(uses.values(), torch.device(accelerator.current_device_name()))
-        self._device_memory = (before, device_memory_in_use(accelerator))
-
-    def destroy(self):
-        super().destroy()
-        self.chain.forget()
-        while self._reduce_scatters:
-            self._reduce_scatters.popitem()[1].close()
-
-    # -- gradients -------------------------------------------------------------------------------
-
-    def create_gradient_handling_hooks(self):
-        # Stock's hook counts the parameters of the running graph to find the end of backward; the
-        # callback that the engine queues on autograd's graph does that here (`enter_backward`).
-        for param, slot in self._slots.items():
-            self._grad_acc_hooks.append(register_grad_hook(param, self._make_hook(slot)))
-        self._remaining_grad_acc_hooks = 0
-
-    def _make_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        put, put_local = self.chain.put, self.chain.put_local
-
-        def take_gradient(param: torch.Tensor) -> None:
-            # A tiled computation runs backward several times and says when the sum is complete.
-            if not getattr(param, "ds_grad_is_ready", True):
-                return
-            grad = param.grad.detach()  # with create_graph it is part of a graph
-            param.grad = None
-            if grad.layout is not torch.strided:
-                grad = grad.to_dense()
-            if self._coalesce_grad_reduction:
-                put_local(slot, grad)
-            else:
-                put(slot, grad)
-
-        return self._streams.bring_home(take_gradient)
-
-    def _accumulate_rows(self, bucket: Bucket, rows: torch.Tensor) -> None:
-        user_group = self._group_of_bucket[bucket.index]
-        if user_group.gradient is None:
-            with self._streams.allocating():  # this runs on the reduction stream
-                user_group.gradient = self._zero_gradient(user_group)
-            for i in user_group.buckets:
-                start, stop = self._shard_range[i]
-                self._publish_gradient(i, user_group.gradient[start:stop])
-        start, stop = self._shard_range[bucket.index]
-        self._settings.accumulate(user_group.gradient[start:stop], rows, self._scale)
-
-    def _gradient_shard(self, index: int) -> torch.Tensor | None:
-        gradient = self._group_of_bucket[index].gradient
-        return None if gradient is None else gradient[slice(*self._shard_range[index])]
-
-    def _settle_gradients(self) -> None:
-        self.chain.drain()
-
-    def _link_all_hp_params(self):
-        super()._link_all_hp_params()
-        for param in self._slots:
-            self._complete_before(param, "get_full_hp_grad")
-            self._complete_before(param, "set_full_hp_grad", self._verification.forget_window)
-
-    def _complete_before(self, param: torch.Tensor, name: str, then: Callable[[], None] = lambda: None) -> None:
-        # On every rank, also on those that own nothing of the parameter: completing may be collective.
-        stock = getattr(param, name)
-
-        def completed_first(*args):
-            self._complete_on_all_ranks()
-            then()
-            return stock(*args)
-
-        setattr(param, name, completed_first)
-
-    def _complete_on_all_ranks(self) -> None:
-        """Before all ranks read or set a gradient: they agree on what only some of them know."""
-        self.complete_broken_pass()
-        if self.chain.is_open:
-            return
-        self.chain.drain()
-        late = torch.tensor(self.chain.has_accumulated(), dtype=torch.int32, device=self.device)
-        with during("the agreement on late gradients", "No gradient was read or set.", self.dp_process_group):
-            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        which = late.bool().tolist()
-        if self._settings.reduce_every != 1 or self._coalesce_grad_reduction:
-            self._refuse_unreduced(which)
-        elif any(which):
-            self.chain.reduce_accumulated(which)
-
-    def _complete_for_reader(self) -> None:
-        if self.chain.is_open:
-            return  # the base class's own bookkeeping within a backward pass
-        self.chain.drain()
-        self._refuse_unreduced(self.chain.has_accumulated())
-
-    def _refuse_unreduced(self, which: list[bool]) -> None:
-        if any(which):
-            names = [bucket.describe() for bucket in self.chain.buckets if which[bucket.index]]
-            raise RuntimeError(
-                f"lazy_reduce: gradients of {', '.join(names)} are in local accumulators and not reduced before "
-                "step(): reduce_every is not 1, or they arrived outside a backward pass of the engine"
-            )
-
-    # -- the backward pass: one micro-step -------------------------------------------------------
-
-    def begin_pass(self, num_tokens: int | torch.Tensor | None) -> None:
-        """Begins the backward pass of ``engine.backward``, over ``num_tokens`` tokens if they are counted."""
-        self.enter_backward()
-        if num_tokens is not None:
-            self._token_window.add(num_tokens)
-            if isinstance(num_tokens, torch.Tensor):
-                self.chain.mute(num_tokens == 0)
-            elif num_tokens == 0:
-                self.chain.mute(torch.ones((), dtype=torch.bool, device=get_accelerator().current_device_name()))
-
-    def enter_backward(self):
-        """Begins a micro-step: called before, or by the outputs of a forward pass within, a backward pass."""
-        task = torch._C._current_graph_task_id()  # -1 outside a backward pass
-        if self._in_backward:
-            if task != -1 and self._graph_task in (None, task):
-                return  # one more output of the same pass
-            self.abort_micro_step()  # an earlier loss.backward() raised and never came to its end
-        super().enter_backward()
-        self._in_backward = self._passed = True
-        self._streams.settle()
-        self._graph_task = None if task == -1 else task
-        if self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
-            return
-        if task == -1 or _pass_reaches_leaves():
-            self._open_if_reducing()
-        else:
-            # A torch.autograd.grad, which yields no gradient of a parameter and which other ranks need not run,
-            # or a backward that names its inputs.
-            self.chain.arm(self._open_if_reducing)
-
-    def _open_if_reducing(self) -> None:
-        if self._schedule.reduces_now(self.is_gradient_accumulation_boundary()):
-            self.chain.open()
-
-    def overlapping_partition_gradients_reduce_epilogue(self):
-        # The end of a backward pass: what has not arrived by now counts as zero.
-        self.chain.close()
-        if self.is_gradient_accumulation_boundary():  # nothing follows under which the rest could be drained
-            self.chain.drain()
-
-    def exit_backward(self):
-        super().exit_backward()
-        self.chain.close()
-        self._end_pass()
-
-    def _end_pass(self) -> None:
-        # Stock resets this state in the next forward only, so a second loss.backward() would find its
-        # end-of-backward callback "already queued" and never get one.
-        self._in_backward = False
-        self.chain.mute(None)
-        self._backward_hook_state.backward_active_depth = 0
-        self._backward_hook_state.reset_for_new_step()
-
-    def abort_micro_step(self) -> None:
-        """After an exception in backward: completes the collectives, and marks the window as void.
-
-        Ranks may stand at different places in the sequence and what was drained cannot be undone, so
-        every rank completes the micro-step and ``step`` discards the whole window on all of them.
-        """
-        self._void = True
-        self.chain.fire()  # it failed before its first gradient, but other ranks have opened a micro-step
-        self.chain.close()
-        self._end_pass()
-        for param in self._slots:
-            param.grad = None
-
-    def leave_broken(self) -> None:
-        """After a KeyboardInterrupt in backward, under which no collective should start: the next call completes."""
-        self._graph_task = _NO_GRAPH_TASK
-
-    def complete_broken_pass(self) -> None:
-        """Before a collective: completes a ``loss.backward()`` that raised and was caught, as others wait for it."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self.abort_micro_step()
-
-    def complete_skipped_pass(self) -> None:
-        """At each ``engine.step``: a rank that ran no backward since the last one takes part with zeros.
-
-        It skipped a bad batch, or its forward raised and was caught; other ranks reduce in theirs.
-        """
-        self.complete_broken_pass()
-        if not self._passed:
-            self._open_if_reducing()
-            self.chain.close()
-        self._passed = False
-
-    def reduce_coalesced(self) -> None:
-        """Sends the gradients that ``coalesce_grad_reduction`` gathered, each bucket once."""
-        self.complete_broken_pass()
-        self.chain.reduce_accumulated([True] * len(self.chain.buckets))
-        self._passed = True  # also on a rank that ran no backward in the block
-        self._schedule.reduced()
-
-    def finalize_gradient_accumulation_boundary(self):
-        # managed_gradient_accumulation: false. Everything is reduced already or completed in step().
-        self.set_gradient_accumulation_boundary(True)
-
-    def token_prescale(self) -> float:
-        """What the losses of this window are multiplied with; see ``TokenWindow``."""
-        return self._token_window.prescale
-
-    # -- the optimizer step ----------------------------------------------------------------------
 
     def step(self, closure=None):
         """Completes the window and applies one update, or skips it on all ranks together.
@@ -550,25 +196,3 @@ class LazyZeroOptimizer(StockStateZeroOptimizer):
             "device_memory_before_warm_up": self._device_memory[0],
             "device_memory_after_warm_up": self._device_memory[1],
         }
-
-
-def _pass_reaches_leaves() -> bool:
-    """Within an output's gradient hook: whether the running pass executes the leaves under that output.
-
-    ``loss.backward()`` executes all of them, and is a micro-step even where it reaches no parameter of ours;
-    ``torch.autograd.grad`` executes none. The first leaf found answers for all.
-    """
-    node = torch._C._current_autograd_node()
-    todo = [] if node is None else [node]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        if not node.next_functions:
-            try:
-                return torch._C._will_engine_execute_node(node)
-            except RuntimeError:  # torch's answer for a leaf whose gradient torch.autograd.grad was asked for
-                return False
-        found = [function for function, _ in node.next_functions if function is not None and function not in seen]
-        seen.update(found)
-        todo += found
-    return False

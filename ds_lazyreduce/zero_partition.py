@@ -1,6 +1,6 @@
 """How parameters, masters and optimizer state lie: the base of the ZeRO-2 optimizer.
 
-This file and ``zero_optimizer.py`` are the only ones that override DeepSpeed's optimizer internals. Here:
+DeepSpeed's optimizer internals are overridden in the ``zero_*.py`` files only. Here:
 one ZeRO param group per *bucket* for the base class (``DeepSpeedZeroOptimizer`` of DeepSpeed 0.19.8),
 one flat fp32 master per *user* param group for everybody else. The shards of all buckets of a user group
 lie side by side in its master, so that the wrapped optimizer, schedulers and hooks see the user's own
