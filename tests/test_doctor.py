@@ -50,7 +50,10 @@ def test_a_deepspeed_that_lacks_a_seam(monkeypatch):
 
     monkeypatch.delattr(DeepSpeedZeroOptimizer, "create_gradient_handling_hooks")
     message = failures(doctor.support())["this DeepSpeed"]
-    assert "DeepSpeedZeroOptimizer.create_gradient_handling_hooks does not exist" in message and "deepspeed==0.19.8" in message
+    assert (
+        "DeepSpeedZeroOptimizer.create_gradient_handling_hooks does not exist" in message
+        and "deepspeed==0.19.8" in message
+    )
 
 
 def test_a_missing_gpu_compiler(monkeypatch, tmp_path):
