@@ -225,7 +225,7 @@ def run_chain(setting, micro_steps, buckets, numel, dist, monkeypatch):
         exchange = object.__new__(collectives.AllToAll)
         exchange._group, exchange._ranks, exchange._remote_ranks = None, 8, 4
     dtype = {2: torch.bfloat16, 4: torch.float32}[setting.wire_bytes]
-    made = [Bucket(b, numel, dtype, exchange, [Slot(None, 0, numel, "p")]) for b in range(buckets)]
+    made = [Bucket(b, numel, dtype, exchange, slots=[Slot(None, 0, numel, "p")]) for b in range(buckets)]
     for bucket in made:
         bucket.slots[0].bucket = bucket
     pool = BufferPool(torch.device("cpu"))
