@@ -156,15 +156,15 @@ def test_decay_groups_with_one_lambda_per_group(ranks):
     torch.testing.assert_close(torch.tensor(lazy[0]["losses"]), torch.tensor(stock[0]["losses"]), rtol=1e-2, atol=1e-3)
 
 
-def test_offloaded_optimizer_trains_as_plain_zero_offload_does(ranks):
+@pytest.mark.parametrize("reduce_every", [1, "boundary"])
+def test_offloaded_optimizer_trains_as_plain_zero_offload_does(ranks, reduce_every):
+    partition = _partition(bucket_size=1500, reduce_every=reduce_every)
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     over = {"communication_data_type": "fp32", "gradient_clipping": 0.5, "zero_force_ds_cpu_optimizer": False}
     over |= offload
-    lazy = ranks(2).run(train_mlp, _partition(bucket_size=1500), **over)
+    lazy = ranks(2).run(train_mlp, partition, **over)
     stock = ranks(2).run(train_mlp, None, data_types={"grad_accum_dtype": "fp32"}, **over)
-    on_device = ranks(2).run(
-        train_mlp, _partition(bucket_size=1500), gradient_clipping=0.5, communication_data_type="fp32"
-    )
+    on_device = ranks(2).run(train_mlp, partition, gradient_clipping=0.5, communication_data_type="fp32")
     torch.testing.assert_close(torch.tensor(lazy[0]["losses"]), torch.tensor(stock[0]["losses"]), rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(torch.as_tensor(lazy[0]["norm"]), torch.as_tensor(stock[0]["norm"]), rtol=0.02, atol=0)
     for name, master in on_device[0]["masters"].items():

@@ -142,11 +142,12 @@ def one_process(ranks, dtype):
     return master
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_accumulate_counts_every_micro_batch_and_equals_one_process(pool, precision):
+@pytest.mark.parametrize("precision, reduce_every", [("fp32", 1), ("bf16", 1), ("bf16", "boundary")])
+def test_accumulate_counts_every_micro_batch_and_equals_one_process(pool, precision, reduce_every):
     import torch
 
-    results = pool.run(accumulate, {"deferred_loss": {"interval": 2}}, precision)
+    lazy = {"deferred_loss": {"interval": 2}, "gradient_partition": {"reduce_every": reduce_every}}
+    results = pool.run(accumulate, lazy, precision)
     right = one_process(2, torch.bfloat16 if precision == "bf16" else torch.float32)
     seen = [loss for result in results for loss in result["losses"]]
     assert len(seen) == len(set(seen)) == 16
@@ -155,7 +156,8 @@ def test_accumulate_counts_every_micro_batch_and_equals_one_process(pool, precis
         assert (result["steps"], result["samples"]) == (2, 16)
         assert result["last"] == {"train_loss": pytest.approx(sum(seen) / 16, rel=1e-6)}
         assert result["open"] == {}  # all of it was in the report
-        assert result["report"]["gradient_collectives"] == 8 * result["report"]["buckets"]
+        reductions = 8 if reduce_every == 1 else 2
+        assert result["report"]["gradient_collectives"] == reductions * result["report"]["buckets"]
         for name, master in result["masters"].items():
             torch.testing.assert_close(master, right[name], rtol=1e-5, atol=1e-6)
 
