@@ -29,6 +29,7 @@ import torch
 from . import op_builder
 from .accumulate import load_kernel
 from .op_builder import KernelBuildError
+from .reduction_stream import overlap_notes
 from .version import __version__
 
 LOCK_AGE = 600.0  # seconds after which no build of DeepSpeed's is still running
@@ -90,9 +91,8 @@ def accelerator() -> Iterator[Finding]:
         yield Finding(
             "warn", "GPU", "torch sees one, DeepSpeed does not use it: unset DS_ACCELERATOR, or set it to cuda"
         )
-    for variable in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
-        if os.environ.get(variable, "0") not in ("", "0"):
-            yield Finding("warn", variable, "is set: every collective blocks the host, nothing overlaps; unset it")
+    for note in overlap_notes(False, "nccl", os.environ):  # not only this accelerator's: the job may run elsewhere
+        yield Finding("warn", "overlap", note)
 
 
 # ---- the native kernel

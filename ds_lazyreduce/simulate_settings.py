@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from . import bench_settings
 from .config import ConfigError, bucket_elements, parse_section, wire_dtype
 from .simulate_model import Cluster, Setting, Workload
 
@@ -21,14 +22,12 @@ STOCK = {
     "window": Setting("all_reduce", blocking=True, reduce_every="boundary"),
 }
 
-# Keys of lazy_reduce.gradient_partition. "unchained": no bucket waits for another, as before the chain was invented.
+# Keys of lazy_reduce.gradient_partition: the benchmark's settings and two of the simulator's own. "unchained": no
+# bucket waits for another, as before the chain was invented.
 LAZY: dict[str, dict[str, Any]] = {
     "unchained": {"max_in_flight": 2**31, "carry_over": False},
-    "lazy-drained": {"carry_over": False},
     "lazy-flat": {"collective": "all_to_all"},
-    "lazy": {},
-    "lazy-4": {"max_in_flight": 4},
-    "lazy-boundary": {"reduce_every": "boundary"},
+    **bench_settings.LAZY,
 }
 
 NAMES = (*STOCK, *LAZY)
