@@ -132,7 +132,8 @@ def build_engine(job: Job):
     """Returns ``(engine, model size)``; optimizer and, if there, scheduler are the config's.
 
     Raises:
-        DemoError: DeepSpeed or the extension refuses the config, or the extension this DeepSpeed.
+        DemoError: DeepSpeed or the extension refuses the config, or the extension this DeepSpeed; or there is no
+            compiler for what DeepSpeed needs on CPUs.
     """
     import torch
     from deepspeed.runtime.config import DeepSpeedConfigError
@@ -156,6 +157,13 @@ def build_engine(job: Job):
     except (ValueError, AssertionError, AttributeError, DeepSpeedConfigError) as error:
         # DeepSpeed raises any of these for a wrong config.
         raise DemoError(one_line(job.args.deepspeed_config, error)) from error
+    except (RuntimeError, ImportError) as error:  # of the rank that builds, and of those that wait for it
+        if "deepspeed_shm_comm" not in str(error):
+            raise
+        raise DemoError(
+            "DeepSpeed cannot compile its communication on CPUs: install a C++ compiler (g++); "
+            "python -m ds_lazyreduce.doctor says what is missing"
+        ) from error
     return engine, size
 
 

@@ -181,6 +181,14 @@ def test_mistake_is_one_line_of_all_ranks(tmp_path):
     assert "nowhere.json" in stderr
 
 
+def test_no_compiler_is_one_line(tmp_path, write_config, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    code, _, stderr = launch("ds_lazyreduce.demo", ["--deepspeed_config", write_config()], tmp_path)
+    assert code != 0 and "Traceback" not in stderr
+    assert stderr.count("ds_lazyreduce.demo: DeepSpeed cannot compile its communication on CPUs: install a C++") == 1
+
+
 # ---- the whole job
 
 
