@@ -74,8 +74,7 @@ class _FlatHandle:
         self._work, self._send, self._receive, self._rows, self._pool = work, send, receive, rows, pool
 
     def wait(self) -> torch.Tensor:
-        if self._work is not None:  # None: the comms logger made the call synchronous
-            self._work.wait()
+        self._work.wait()
         self._pool.give(self._send)  # before the rows are summed: backward may be waiting for it
         return self._receive.data.view(self._rows, -1)
 

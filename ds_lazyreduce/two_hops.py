@@ -33,8 +33,7 @@ class _TwoHopsHandle:
 
     def wait(self) -> torch.Tensor:
         hops, pool = self._hops, self._pool
-        if self._work is not None:
-            self._work.wait()
+        self._work.wait()
         pool.give(self._packed)
         received = self._received.data.view(hops.node_size, -1)
         sums = pool.take(received.shape[1], torch.float32)
