@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .bucket_chain import Bucket
+from .bucket import Bucket
 
 # Below this a message between hosts takes as long as its latency rather than as its bytes.
 LATENCY_BOUND = 256 * 1024

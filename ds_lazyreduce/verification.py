@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
 
-from .bucket_chain import Bucket
+from .bucket import Bucket
 from .buffer_pool import Buffer, BufferPool
 from .collectives import Handle, ReduceScatter, Traffic
 from .failures import during

@@ -13,7 +13,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import get_autocast_dtype
 from deepspeed.utils.torch import register_grad_hook
 
-from .bucket_chain import AccumulatingChain, Bucket, BucketChain, Slot
+from .bucket import Bucket, Slot
+from .bucket_chain import AccumulatingChain, BucketChain
 from .bucket_layout import initial_order
 from .buffer_pool import BufferPool
 from .collectives import ReduceScatter

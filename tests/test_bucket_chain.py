@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_lazyreduce.bucket_chain import Bucket, BucketChain, ReductionError, Slot
+from ds_lazyreduce.bucket import Bucket, Slot
+from ds_lazyreduce.bucket_chain import BucketChain, ReductionError
 from ds_lazyreduce.buffer_pool import BufferPool
 from ds_lazyreduce.collectives import Traffic
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from ds_lazyreduce import collectives, two_hops
 from ds_lazyreduce.accumulate import TorchKernel
-from ds_lazyreduce.bucket_chain import AccumulatingChain, Bucket, BucketChain, Slot
+from ds_lazyreduce.bucket import Bucket, Slot
+from ds_lazyreduce.bucket_chain import AccumulatingChain, BucketChain
 from ds_lazyreduce.buffer_pool import BufferPool
 from ds_lazyreduce.collectives import AllToAll, BackendReduceScatter, SingleRank
 from ds_lazyreduce.reduction_stream import InOrder, ReductionStream, make_streams, overlap_notes

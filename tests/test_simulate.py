@@ -9,7 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ds_lazyreduce import collectives, simulate, two_hops
-from ds_lazyreduce.bucket_chain import AccumulatingChain, Bucket, BucketChain, Slot
+from ds_lazyreduce.bucket import Bucket, Slot
+from ds_lazyreduce.bucket_chain import AccumulatingChain, BucketChain
 from ds_lazyreduce.buffer_pool import BufferPool
 from ds_lazyreduce.reduce_schedule import make_schedule
 from ds_lazyreduce.simulate_delays import KINDS, draw
