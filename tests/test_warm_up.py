@@ -63,6 +63,7 @@ def unsupported():
 def wrong():
     def call(receive, send, group, async_op):
         receive.fill_(7)
+        return SimpleNamespace(wait=lambda: None)
 
     _replaced("reduce_scatter_tensor", call)
 
