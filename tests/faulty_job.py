@@ -1,6 +1,6 @@
 """A small training job that resumes from its last checkpoint, and in which one rank can fail at a chosen moment.
 
-    python -m tests.faulty_job FOLDER [KIND PHASE RANK]      under any launcher
+    python -m tests.faulty_job FOLDER PG_TIMEOUT [KIND PHASE RANK]      under any launcher
 
 KIND is "kill" (SIGKILL), "stop" (SIGSTOP) or "raise"; PHASE one of PHASES. It happens once per folder, in the
 fourth window. Every rank leaves `FOLDER/outcome-RANK.json`.
@@ -182,5 +182,5 @@ def _train(folder, fault, pg_timeout, outcome):
 
 if __name__ == "__main__":
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
-    chosen = Fault(*arguments[1:3], int(arguments[3])) if len(arguments) > 1 else None
-    run_job(arguments[0], chosen, pg_timeout=60)  # processes of a launcher may start seconds apart
+    chosen = Fault(*arguments[2:4], int(arguments[4])) if len(arguments) > 2 else None
+    run_job(arguments[0], chosen, pg_timeout=int(arguments[1]))

@@ -175,10 +175,16 @@ def assert_ended_like(folder, reports):
         assert outcome["masters"] == expected["outcome"]["masters"]
 
 
-@pytest.mark.parametrize("fault", [Fault("kill", "mid-bucket", 1)], ids=ID)
+# Processes of a launcher may start seconds apart; survivors of a dead rank need no timeout to see that it is gone.
+LAUNCHED_TIMEOUT = {"kill": 60, "stop": 20}
+
+
+# A stopped process does not answer SIGTERM, and both launchers give it 30 s before they kill it.
+@pytest.mark.parametrize("fault", [Fault("kill", "mid-bucket", 1), Fault("stop", "all-gather", 1)], ids=ID)
 def test_torchrun_restarts_from_the_last_checkpoint(reports, job_folder, fault):
     arguments = ["--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1", "-m", "tests.faulty_job", job_folder]
-    command = [sys.executable, "-m", "torch.distributed.run", *map(str, [*arguments, *fault])]
+    arguments += [LAUNCHED_TIMEOUT[fault.kind], *fault]
+    command = [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
     # With torch 2.13 a restart under gloo finds the addresses of the first start's ranks in a store shared by both.
     env = {**job_env(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
@@ -187,11 +193,17 @@ def test_torchrun_restarts_from_the_last_checkpoint(reports, job_folder, fault):
     assert_ended_like(job_folder, reports)
 
 
-@pytest.mark.parametrize("fault", [Fault("kill", "scalar pack", 1)], ids=ID)
+@pytest.mark.parametrize("fault", [Fault("kill", "scalar pack", 1), Fault("stop", "in flight", 1)], ids=ID)
 def test_the_deepspeed_launcher_ends_the_job_with_the_message_in_its_log(reports, job_folder, fault):
-    code, stdout, stderr = launch("tests.faulty_job", [job_folder, *fault], ROOT, ranks=RANKS, timeout=200)
+    arguments = [job_folder, LAUNCHED_TIMEOUT[fault.kind], *fault]
+    code, stdout, stderr = launch("tests.faulty_job", arguments, ROOT, ranks=RANKS, timeout=200)
     assert code != 0
     # Each survivor logs what it knows at once, for the launcher ends it within a second.
-    said = [line for line in (stdout + stderr).splitlines() if PACK in line and "has not failed so far" in line]
-    assert any("on rank 0" in line and "Rank 1 has not" in line for line in said), stdout + stderr
+    said = [line for line in (stdout + stderr).splitlines() if re.search(NAMED[fault.phase], line)]
+    missing = "Rank 1 (has not|did not answer)"
+    assert any("on rank 0" in line and re.search(missing, line) for line in said), stdout + stderr
     assert (job_folder / "latest").read_text() == "global_step2"
+    # Started again, the job ends as if nothing had happened.
+    code, stdout, stderr = launch("tests.faulty_job", arguments, ROOT, ranks=RANKS, timeout=200)
+    assert code == 0, stdout + stderr
+    assert_ended_like(job_folder, reports)
