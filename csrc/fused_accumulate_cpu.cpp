@@ -19,26 +19,28 @@
 namespace dslr {
 namespace {
 
-// Elements of one row read before the next row's: enough for the hardware to prefetch each row, few
-// enough for the sums to stay in registers or the nearest cache.
-constexpr int64_t kLanes = 128;
+// Elements of one row read before the next row's, 512 bytes of them: enough for the hardware to prefetch
+// each row, few enough for rows that lie a power of two apart not to evict one another and the sums.
+template <typename T>
+constexpr int64_t kLanes = 512 / int64_t(sizeof(T));
 // Below this many elements a thread costs more to wake than it saves.
 constexpr int64_t kMinPerThread = 32768;
 
 template <typename T>
 DSLR_HD void accumulate_range(const Args<T>& args, int64_t begin, int64_t end) {
   const Args<T> a = args;  // a local copy: stores to `out` cannot alias it
+  constexpr int64_t lanes = kLanes<T>;
   int64_t i = begin;
-  for (; i + kLanes <= end; i += kLanes) {
+  for (; i + lanes <= end; i += lanes) {
     const T* __restrict row = a.recv + i;
     float* __restrict out = a.out + i;
-    float sum[kLanes];
-    for (int64_t l = 0; l < kLanes; ++l) sum[l] = to_float(row[l]);
+    float sum[lanes];
+    for (int64_t l = 0; l < lanes; ++l) sum[l] = to_float(row[l]);
     for (int64_t r = 1; r < a.rows; ++r) {
       row += a.row_stride;
-      for (int64_t l = 0; l < kLanes; ++l) sum[l] += to_float(row[l]);
+      for (int64_t l = 0; l < lanes; ++l) sum[l] += to_float(row[l]);
     }
-    for (int64_t l = 0; l < kLanes; ++l) out[l] = fmaf(a.scale, sum[l], out[l]);
+    for (int64_t l = 0; l < lanes; ++l) out[l] = fmaf(a.scale, sum[l], out[l]);
   }
   for (; i < end; ++i) accumulate_one(a, i);
 }
@@ -68,8 +70,8 @@ __attribute__((target("avx512f,avx512bw,fma"))) void range_avx512(const Args<T>&
 __attribute__((target("avx2,fma,f16c"))) void range_f16c(const Args<FP16>& args, int64_t begin, int64_t end) {
   const Args<FP16> a = args;
   const __m256 scale = _mm256_set1_ps(a.scale);
-  constexpr int64_t vectors = 8;
-  constexpr int64_t lanes = 8 * vectors;
+  constexpr int64_t lanes = kLanes<FP16>;
+  constexpr int64_t vectors = lanes / 8;
   int64_t i = begin;
   for (; i + lanes <= end; i += lanes) {
     const __m128i* row = reinterpret_cast<const __m128i*>(a.recv + i);
@@ -121,8 +123,8 @@ void accumulate(const Args<T>& a, int threads) {
     {
       // The runtime may grant fewer threads than asked for: divide by what it gave.
       const int64_t team = omp_get_num_threads();
-      const int64_t blocks = (a.size + kLanes - 1) / kLanes;
-      const int64_t share = (blocks + team - 1) / team * kLanes;
+      const int64_t blocks = (a.size + kLanes<T> - 1) / kLanes<T>;
+      const int64_t share = (blocks + team - 1) / team * kLanes<T>;
       const int64_t begin = omp_get_thread_num() * share;
       const int64_t end = begin + share < a.size ? begin + share : a.size;
       if (begin < end) range(a, begin, end);

@@ -24,7 +24,7 @@ from .bench_report import Result, describe, machine
 from .bench_settings import LAZY, NAMES
 from .refusal import refuse
 
-WORKLOADS = ("comm", "step", "hooks", "jitter", "memory", "checkpoint")
+WORKLOADS = ("comm", "step", "hooks", "jitter", "memory", "checkpoint", "kernel")
 WITH_MEMORY = ("comm", "jitter")  # those that measure time and memory of each contender
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,7 +95,7 @@ Samples = dict[str, dict[str, list[float]]]  # contender -> metric -> one value 
 
 
 def take_turns(
-    options: Options, what: str, built: dict[str, Contender], one_round: Callable[[Contender, int], Times]
+    options: Options, what: str, built: Mapping[str, Any], one_round: Callable[[Any, int], Times]
 ) -> Samples:
     """``one_round(contender, round)`` for all contenders in turn; rounds below 0 are warm-up.
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .bench_checkpoint import checkpoint
 from .bench_contenders import Contender, DeepSpeedEngine
 from .bench_jitter import jitter
+from .bench_kernel import kernel
 from .bench_measure import (
     WARM_UP,
     Options,
@@ -168,4 +169,5 @@ WORKLOADS: dict[str, Callable[[Options], Result]] = {
     "jitter": jitter,
     "memory": memory,
     "checkpoint": checkpoint,
+    "kernel": kernel,
 }

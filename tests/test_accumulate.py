@@ -44,7 +44,7 @@ def received_of(seed, rows, size, wire):
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("rows", range(1, 10))
 def test_native_equals_torch(native, wire, rows):
-    for size in (0, 1, 3, 31, 127, 128, 129, 1000, 4097):
+    for size in (0, 1, 3, 31, 127, 128, 129, 255, 256, 257, 1000, 4097):
         received = received_of(rows, rows, size, wire)
         assert_same_bits(native, torch.randn(size), received, 1 / rows)
 

@@ -15,7 +15,7 @@ from ds_lazyreduce.config import parse_section
 from ds_lazyreduce.simulate_validation import read
 from tests.launcher import job_env, launch
 
-ALL = ["comm", "step", "hooks", "jitter", "memory", "checkpoint"]
+ALL = ["comm", "step", "hooks", "jitter", "memory", "checkpoint", "kernel"]
 
 
 TINY = ["--scale", "0.01", "--rounds", "2"]
