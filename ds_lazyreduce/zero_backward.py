@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -225,26 +226,30 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
 
     def _link_all_hp_params(self):
         super()._link_all_hp_params()
-        for param in self._slots:
-            self._complete_before(param, "get_full_hp_grad")
-            self._complete_before(param, "set_full_hp_grad", self._verification.forget_window)
+        for param, slot in self._slots.items():
+            before_set = partial(self._before_set_gradient, slot)
+            self._check_first(param, "get_full_hp_grad", partial(self._before_gradient, slot))
+            self._check_first(param, "set_full_hp_grad", before_set)
 
-    def _complete_before(self, param: torch.Tensor, name: str, then: Callable[[], None] = lambda: None) -> None:
-        # On every rank, also on those that own nothing of the parameter: completing may be collective.
-        stock = getattr(param, name)
+    def _before_gradient(self, slot: Slot) -> None:
+        """Before all ranks read or set the gradient of one parameter."""
+        self._complete_on_all_ranks()
+        if self._group_of_bucket[slot.bucket.index].gradient is None:
+            raise ValueError(
+                f"lazy_reduce: there is no gradient of {slot.name}: it can be read and set after a backward pass "
+                "and before step()"
+            )
 
-        def completed_first(*args):
-            self._complete_on_all_ranks()
-            then()
-            return stock(*args)
-
-        setattr(param, name, completed_first)
+    def _before_set_gradient(self, slot: Slot, value: torch.Tensor) -> None:
+        self._check_numel(slot.name, value, slot.numel)
+        self._before_gradient(slot)
+        self._verification.forget_window()
 
     def _complete_on_all_ranks(self) -> None:
         """Before all ranks read or set a gradient: they agree on what only some of them know."""
         self.complete_broken_pass()
-        if self.chain.is_open:
-            return
+        if self.chain.is_open:  # ranks stand at different places of it
+            raise RuntimeError("lazy_reduce: gradients can be read and set after a backward pass, not within one")
         self.chain.drain()
         late = torch.tensor(self.chain.has_accumulated(), dtype=torch.int32, device=self.device)
         with during("the agreement on late gradients", "No gradient was read or set.", self.dp_process_group):
@@ -252,8 +257,8 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
         which = late.bool().tolist()
         if self._settings.reduce_every != 1 or self._coalesce_grad_reduction:
             self._refuse_unreduced(which)
-        elif any(which):
-            self.chain.reduce_accumulated(which)
+        elif any(which):  # the others with zeros, so that they have a gradient, too
+            self.chain.reduce_accumulated([True] * len(which))
 
     def _complete_for_reader(self) -> None:
         if self.chain.is_open:
