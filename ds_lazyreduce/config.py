@@ -225,11 +225,11 @@ def dtype_conflict(gradients: GradientPartitionConfig, explicit: str | None) -> 
     ]
 
 
-def logging_interval(deferred: DeferredLossConfig, steps_per_print: int | float | str | None) -> int | None:
+def logging_interval(deferred: DeferredLossConfig, steps_per_print: int | float | None) -> int | None:
     """Optimizer steps between two reports, or None where nothing is reported (the caller warns once).
 
     The section's own ``interval`` wins. ``"auto"`` follows ``steps_per_print``, which is None by default and
-    ``inf`` (a float, or a string from JSON) under accelerate; those, and 0 or less, mean None.
+    ``inf`` under accelerate; those, and less than 0, mean None.
 
     Raises:
         ConfigError: ``steps_per_print`` is followed and is no whole number.
@@ -239,29 +239,19 @@ def logging_interval(deferred: DeferredLossConfig, steps_per_print: int | float 
     if deferred.interval != "auto":
         return deferred.interval
     steps = steps_per_print
-    if isinstance(steps, str):
-        try:
-            steps = float(steps)
-        except ValueError:
-            steps = math.nan
     if steps is None:
         return None
-    if isinstance(steps, bool) or not isinstance(steps, (int, float)) or steps != steps:
-        raise _steps_error(steps_per_print)
-    if steps <= 0 or steps == math.inf:
+    is_number = isinstance(steps, (int, float)) and not isinstance(steps, bool)
+    if is_number and (steps < 0 or steps == math.inf):
         return None
-    if steps != int(steps):
-        raise _steps_error(steps_per_print)
+    if not is_number or steps == 0 or steps % 1:  # of NaN, too
+        raise config_error(
+            [
+                f"steps_per_print: got {show(steps)}; expected a whole number of optimizer steps >= 1, "
+                f"or set {SECTION}.deferred_loss.interval"
+            ]
+        )
     return int(steps)
-
-
-def _steps_error(value: Any) -> ConfigError:
-    return config_error(
-        [
-            f"steps_per_print: got {show(value)}; expected a whole number of optimizer steps, "
-            f"or set {SECTION}.deferred_loss.interval"
-        ]
-    )
 
 
 # ---- wording of errors

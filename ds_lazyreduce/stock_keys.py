@@ -116,6 +116,12 @@ STOCK_KEYS = (
         lambda value: _text(value) == "muon",
     ),
     StockKey(
+        "expert_parallel.enabled",
+        "refused",
+        "expected false: AutoEP, which corrects gradients in stock's own hooks, is not supported by gradient_partition",
+        _true,
+    ),
+    StockKey(
         "compile.deepcompile",
         "refused",
         "expected false: DeepCompile is not supported by gradient_partition",
@@ -156,6 +162,10 @@ def check_against_deepspeed(
         ConfigError: every refused combination is listed.
     """
     gradients, problems = section.gradient_partition, []
+    steps = ds_config.get("steps_per_print")
+    if steps is not None and (not isinstance(steps, (int, float)) or not steps):
+        # Stock computes step % steps_per_print at the first step and on rank 0 only, for which the others wait.
+        problems.append(f"steps_per_print: got {show(steps)}; expected a whole number >= 1, or no such key")
     if hybrid or _true(_lookup(ds_config, "hybrid_engine.enabled")):
         problems.append(f"{SECTION}.enabled: got true; expected false with a hybrid engine")
     if section.token_normalization.enabled and not gradients.enabled:
