@@ -31,9 +31,10 @@ class ConfigError(ValueError):
 
 
 def _printable(text: str) -> str:
-    # The tag becomes a file or series name in the monitors, where a control character fails much later.
-    if not text.isprintable():
-        raise ValueError("not printable")
+    # The tag becomes a file or series name in the monitors, where a control character fails much later, and so does a
+    # file name of more than 255 bytes.
+    if not text.isprintable() or len(text.encode()) > 200:
+        raise ValueError("not printable, or too long")
     return text
 
 
@@ -80,7 +81,7 @@ class DeferredLossConfig(_Model):
     interval: _AtLeastOne | Literal["auto"] = Field(
         "auto", description='a whole number of optimizer steps >= 1, or "auto" for steps_per_print'
     )
-    tag: _Tag = Field("Train/Samples/train_loss", description="a non-empty printable string")
+    tag: _Tag = Field("Train/Samples/train_loss", description="1 to 200 bytes of printable text")
 
 
 class TokenNormalizationConfig(_Model):

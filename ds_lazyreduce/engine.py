@@ -266,6 +266,9 @@ class LazyReduceMixin(CheckpointGuardMixin):
         """Adds to a metric that is reported with the loss, as sum over sum of counts of all ranks.
 
         No collective and no host read; floats, ints or one-element tensors. Names may differ between ranks.
+
+        Raises:
+            TypeError, ValueError: a wrong name or number, see ``OpenWindow.add``.
         """
         self._metrics.add(name, total, count)
 
@@ -393,9 +396,13 @@ def _checked_tokens(num_tokens):
         if num_tokens.device.type != "cpu":
             return num_tokens.reshape(())
         num_tokens = num_tokens.item()
-    if isinstance(num_tokens, bool) or num_tokens != int(num_tokens) or num_tokens < 0:
+    try:
+        count = -1 if isinstance(num_tokens, (bool, str)) else int(num_tokens)
+    except (TypeError, ValueError, OverflowError):  # of NaN and infinity, too
+        count = -1
+    if count < 0 or count != num_tokens:
         raise ValueError(f"engine.backward: num_tokens is {num_tokens!r}, expected a whole number >= 0")
-    return int(num_tokens)
+    return count
 
 
 def _masked(value: torch.Tensor, weight):

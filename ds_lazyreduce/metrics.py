@@ -30,6 +30,8 @@ from .failures import during
 
 Scalar = float | int | torch.Tensor
 
+# Bytes. Monitors make file and series names of them, where only rank 0 would fail, for which the others wait.
+LONGEST_NAME = 200
 
 _LOST = "Parameters are those of the last optimizer step; the open metrics are lost."
 
@@ -61,7 +63,8 @@ class OpenWindow:
 
         Raises:
             TypeError: the name is no string.
-            ValueError: a tensor has more than one element, or is complex.
+            ValueError: the name is empty, not printable or longer than ``LONGEST_NAME``; or the total or the count is
+                something else than one real number.
         """
         # Both are checked before either is added, and the name before it is exchanged with other ranks.
         total = _scalar(name, total, self._sums.device)
@@ -112,6 +115,8 @@ class OpenWindow:
     def _new_row(self, name: str) -> int:
         if not isinstance(name, str):
             raise TypeError(f"metric name: got {name!r}; expected a string")
+        if not (name.isprintable() and 0 < len(name.encode()) <= LONGEST_NAME):
+            raise ValueError(f"metric name: got {name!r}; expected 1 to {LONGEST_NAME} bytes of printable text")
         row = 1 + len(self._rows)
         if row == len(self._sums):
             grown = self._sums.new_zeros(_capacity(row), 2)
@@ -353,7 +358,13 @@ def _finish_if_alive(reference: weakref.ref[DeferredMetrics]) -> None:
 
 def _scalar(name: str, value: Scalar, device: torch.device) -> float | torch.Tensor:
     if not isinstance(value, torch.Tensor):
-        return float(value)
+        try:
+            number = None if isinstance(value, (str, bytes)) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = None
+        if number is None:
+            raise ValueError(f"metric {name!r}: got {value!r}; expected one real number")
+        return number
     if value.numel() != 1 or value.is_complex():
         shape, dtype = tuple(value.shape), value.dtype
         raise ValueError(f"metric {name!r}: got a {dtype} tensor of shape {shape}; expected one real number")

@@ -136,6 +136,11 @@ def test_a_wrong_value_is_named_once_with_its_path(part, key, value):
     assert lines[0].startswith(f"  lazy_reduce.{part}.{key}: got {json.dumps(value)}; expected ")
 
 
+def test_a_tag_fits_into_the_name_of_a_file():
+    assert section(deferred_loss={"tag": 100 * "é"}).deferred_loss.tag == 100 * "é"
+    assert "lazy_reduce.deferred_loss.tag: got " in error_of(section, deferred_loss={"tag": 101 * "é"})
+
+
 def test_all_problems_are_listed_with_what_is_right():
     message = error_of(
         section,

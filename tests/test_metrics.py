@@ -139,11 +139,14 @@ def test_sums_are_double_precision_and_detached():
         ("loss", 1.0, torch.zeros(0), ValueError),
         ("loss", torch.tensor(1j), 1, ValueError),
         (3, 1.0, 1, TypeError),
+        *((name, 1.0, 1, ValueError) for name in ("", "a\0b", "a\nb", "\ud800", "é" * 101)),
+        *(("loss", total, 1, ValueError) for total in ("abc", "1.5", None, [1.0], 1j, 10**400)),
+        ("loss", 1.0, "1", ValueError),
     ],
 )
 def test_a_bad_value_is_refused_before_anything_is_added(name, total, count, error):
     window = OpenWindow("cpu")
-    with pytest.raises(error):
+    with pytest.raises(error, match="metric "):
         window.add(name, total, count)
     assert window.names() == []
 

@@ -258,6 +258,10 @@ def refused(kind):
         ("direct", "a direct loss.backward() cannot say how many tokens"),
         (-1, "num_tokens is -1"),
         (1.5, "num_tokens is 1.5"),
+        (math.nan, "num_tokens is nan, expected a whole number"),
+        (math.inf, "num_tokens is inf, expected a whole number"),
+        ("5", "num_tokens is '5', expected a whole number"),
+        ([1], "num_tokens is [1], expected a whole number"),
         (torch.ones(2), "num_tokens has shape (2,)"),
     ],
 )
