@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 from . import bench_plot
 from .bench_delays import DelaysError, Exponential, Recorded
 from .bench_report import Result, describe, machine
-from .bench_settings import LAZY, NAMES
-from .refusal import refuse
+from .bench_settings import LAZY, NAMES, WITHOUT_STEP
+from .refusal import refuse, why_not_writable
 
 WORKLOADS = ("comm", "step", "hooks", "jitter", "memory", "checkpoint", "kernel")
 WITH_MEMORY = ("comm", "jitter")  # those that measure time and memory of each contender
@@ -82,13 +82,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if args.plot is not None:
         if not set(WITH_MEMORY) & set(args.workload):
             raise BenchError("--plot needs the workload jitter or comm")
+        if args.implementations and set(args.implementations) <= set(WITHOUT_STEP):
+            raise BenchError(f"--plot needs another implementation than {' and '.join(WITHOUT_STEP)}")
         if not bench_plot.is_available():
             raise BenchError("--plot needs matplotlib: pip install 'ds-lazyreduce[plot]'")
         if args.plot.suffix not in bench_plot.SUFFIXES:
             raise BenchError(f"--plot: {args.plot} must end in {' or '.join(bench_plot.SUFFIXES)}")
     for option, path in {"--json": args.json, "--plot": args.plot}.items():
-        if path is not None and not path.resolve().parent.is_dir():
-            raise BenchError(f"{option}: {path.resolve().parent} is not a directory")
+        if path is not None and (problem := why_not_writable(path)):
+            raise BenchError(f"{option}: {problem}")
     return args
 
 

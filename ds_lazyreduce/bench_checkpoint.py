@@ -9,7 +9,7 @@ import tempfile
 import torch.distributed as dist
 
 from .bench_contenders import Contender, DeepSpeedEngine
-from .bench_measure import Options, Times, contenders, now, size, take_turns, window
+from .bench_measure import Options, Times, contenders, now, only, size, take_turns, window
 from .bench_models import Shape
 from .bench_report import Result, Target
 
@@ -53,7 +53,7 @@ def checkpoint(options: Options) -> Result:
     notes: list[str] = []
     try:
         with contenders(options, setting, options.contenders or ("zero2", "lazy"), notes) as built:
-            built = {name: built[name] for name in built if isinstance(built[name], DeepSpeedEngine)}
+            built = only(built, lambda contender: isinstance(contender, DeepSpeedEngine), "checkpoint", notes)
             samples = take_turns(options, "checkpoint", built, one_round)
             notes += [_memory(name, contender) for name, contender in built.items() if contender.is_lazy]
     finally:

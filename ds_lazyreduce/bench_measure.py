@@ -72,6 +72,12 @@ def window(contender: Contender, micro_steps: int, delays: Iterable[float] = ())
     contender.finish()
 
 
+def only(built: dict[str, Contender], fits: Callable[[Contender], bool], what: str, notes: list[str]):
+    """Those that ``fits`` holds for; the others are left out with a note, which ``what`` ends: what they lack."""
+    notes += [f"{name} left out: it has no {what}" for name, contender in built.items() if not fits(contender)]
+    return {name: contender for name, contender in built.items() if fits(contender)}
+
+
 @contextmanager
 def contenders(options: Options, setting: Setting, names: Sequence[str], notes: list[str]):
     """The contenders by name; one that the extension refuses to be is left out, with a note."""
@@ -102,6 +108,8 @@ def take_turns(
     Returns:
         contender -> metric -> one value a round, the largest of all ranks.
     """
+    if not built:
+        return {}
     samples: Samples = {name: {} for name in built}
     names = list(built)
     with progress(options, what, total=(options.rounds + WARM_UP) * len(names)) as bar:

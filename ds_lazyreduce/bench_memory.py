@@ -24,6 +24,7 @@ from deepspeed.accelerator import get_accelerator
 
 from .bench_contenders import CONTENDERS, Contender, DeepSpeedEngine, Setting
 from .bench_measure import WARM_UP, Options, Samples, largest_of_ranks, progress, window
+from .bench_settings import WITHOUT_STEP
 from .config import ConfigError
 
 WINDOW = "ds_lazyreduce.bench window"
@@ -39,7 +40,7 @@ def memory_of(options: Options, setting: Setting, names: Sequence[str]) -> Sampl
         its report's ``peak_buffer_bytes``. Left out are what the extension refuses to be and what trains nothing.
     """
     samples: Samples = {}
-    training = [name for name in names if name not in ("none", "bare")]
+    training = [name for name in names if name not in WITHOUT_STEP]
     for name in progress(options, "memory of each", iterable=training):
         gc.collect()
         try:

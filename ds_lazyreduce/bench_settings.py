@@ -6,6 +6,9 @@ from typing import Any
 
 PEERS = ("none", "bare", "zero2", "zero2-fp32", "zero2-loss", "fsdp2", "fsdp2-boundary", "ddp", "ddp-boundary")
 
+# Limits that train nothing.
+WITHOUT_STEP = ("none", "bare")
+
 # Keys of ``gradient_partition``; the defaults where empty.
 LAZY: dict[str, dict[str, Any]] = {
     "lazy": {},

@@ -20,6 +20,7 @@ from .bench_measure import (
     contenders,
     details,
     now,
+    only,
     progress,
     size,
     take_turns,
@@ -86,7 +87,7 @@ def step(options: Options) -> Result:
 
     notes: list[str] = []
     with contenders(options, setting, options.contenders or ("zero2", "lazy"), notes) as built:
-        built = {name: contender for name, contender in built.items() if contender.has_step}
+        built = only(built, lambda contender: contender.has_step, "optimizer step", notes)
         samples = take_turns(options, "step", built, one_round)
     return Result(
         workload="step",

@@ -73,6 +73,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.steps < 1:
         raise DemoError(f"--steps must be at least 1, not {args.steps}")
+    if not 0 <= args.seed < 2**32:
+        raise DemoError(f"--seed must be at least 0 and below 2**32, not {args.seed}")
     return args
 
 
@@ -154,7 +156,7 @@ def build_engine(job: Job):
         )
     except UnsupportedDeepSpeedError as error:
         raise DemoError(str(error)) from error
-    except (ValueError, AssertionError, AttributeError, DeepSpeedConfigError) as error:
+    except (ValueError, TypeError, AssertionError, AttributeError, DeepSpeedConfigError) as error:
         # DeepSpeed raises any of these for a wrong config.
         raise DemoError(one_line(job.args.deepspeed_config, error)) from error
     except (RuntimeError, ImportError) as error:  # of the rank that builds, and of those that wait for it
@@ -215,7 +217,8 @@ def print_summary(job: Job, engine, losses: tuple[float | None, float | None]) -
     """Print the closing table and where the csv files are."""
     table = closing_table(
         engine.lazy_reduce_report(),
-        config=job.config,
+        bucket_size=engine.zero_reduce_bucket_size(),
+        element_bytes=engine.communication_data_type.itemsize,
         sizes=[p.numel() for p in engine.module.parameters() if p.requires_grad],
         world_size=job.world_size,
         steps=job.args.steps,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-STOCK_BUCKET_SIZE = 5e8  # DeepSpeed's default of zero_optimization.reduce_bucket_size
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
 
 def plain_zero2_traffic(
     sizes: list[int], *, bucket_size: int, element_bytes: int, world_size: int, micro_steps: int
@@ -26,16 +23,11 @@ def plain_zero2_traffic(
     return buckets * micro_steps, sent
 
 
-def stock_element_bytes(config: dict[str, Any]) -> int:
-    """Bytes of a gradient element in stock DeepSpeed's all-reduce: the model dtype unless configured."""
-    model = next((d for d in ("bf16", "fp16") if config.get(d, {}).get("enabled", False)), "fp32")
-    return ELEMENT_BYTES.get(config.get("communication_data_type") or model, ELEMENT_BYTES[model])
-
-
 def closing_table(
     report: dict[str, Any],
     *,
-    config: dict[str, Any],
+    bucket_size: int,
+    element_bytes: int,
     sizes: list[int],
     world_size: int,
     steps: int,
@@ -46,18 +38,17 @@ def closing_table(
 
     Args:
         report: ``engine.lazy_reduce_report()`` after ``steps`` optimizer steps.
-        config: the DeepSpeed config.
+        bucket_size, element_bytes: of stock ZeRO-2's all-reduces, see :func:`plain_zero2_traffic`.
         sizes: elements of each trainable parameter, in registration order.
         world_size: ranks that share the data.
         steps: optimizer steps of the run.
         micro_steps: micro-steps per optimizer step.
         losses: global loss of the first and of the last logging window, None where there was no report.
     """
-    bucket_size = int(config.get("zero_optimization", {}).get("reduce_bucket_size", STOCK_BUCKET_SIZE))
     collectives, sent = plain_zero2_traffic(
         sizes,
         bucket_size=bucket_size,
-        element_bytes=stock_element_bytes(config),
+        element_bytes=element_bytes,
         world_size=world_size,
         micro_steps=micro_steps,
     )

@@ -325,6 +325,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="the findings as JSON on standard output")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for the ranks' self-test (default: 120)")
     args = parser.parse_args(argv)
+    if not args.timeout > 0:
+        parser.error(f"argument --timeout: got {args.timeout:g}; expected seconds above 0")
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output
         page = examine(args.timeout)
     if args.json:

@@ -5,8 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 EXIT_CODE = 2
+
+
+def why_not_writable(path: Path) -> str | None:
+    """Why no file can be written to ``path``, or None: to be asked before an hour of measuring. Writes nothing."""
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        return f"{folder} is not a directory"
+    if path.is_dir():
+        return f"{path} is a directory"
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        return f"{path} cannot be written"
+    return None
 
 
 def refuse(program: str, message: str) -> int:

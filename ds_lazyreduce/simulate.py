@@ -20,6 +20,7 @@ from typing import Any
 
 from .bench_report import aligned
 from .config import ConfigError, show
+from .refusal import why_not_writable
 from .simulate_delays import KINDS, draw
 from .simulate_model import Cluster, Link, Workload, bucket_numel, costs_of, peak_buffer_bytes, play, program, traffic
 from .simulate_settings import BY_DEFAULT, NAMES, resolve
@@ -53,7 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--settings", nargs="+", choices=NAMES, default=list(BY_DEFAULT), help="rows of the tables")
     add("--section", type=_json, metavar="JSON", help="one more row: keys of lazy_reduce.gradient_partition")
     add("--windows", type=_count, default=20, help="optimizer steps to average over")
-    add("--seed", type=int, default=0, help="of the delays")
+    add("--seed", type=_seed, default=0, help="of the delays")
     add("--json", type=Path, metavar="FILE", help="also write the numbers there")
     add("--validate", nargs="+", type=Path, metavar="FILE", help=f"instead: compare with files of `{MEASURED_BY}`")
     args = parser.parse_args(argv)
@@ -65,8 +66,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --{name}: expected a bandwidth above 0")
     if args.section is not None and not isinstance(args.section, dict):
         parser.error(f"argument --section: got {show(args.section)}; expected an object")
-    if args.json is not None and not args.json.resolve().parent.is_dir():
-        parser.error(f"argument --json: {args.json.resolve().parent} is not a directory")
+    if args.json is not None and (problem := why_not_writable(args.json)):
+        parser.error(f"argument --json: {problem}")
     return args
 
 
@@ -76,6 +77,13 @@ _USAGE = "python -m ds_lazyreduce.simulate [--help] [options]"
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
+        raise ValueError
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:
         raise ValueError
     return value
 
@@ -93,6 +101,7 @@ def _json(text: str) -> Any:
 
 # argparse quotes these: "invalid whole number >= 1 value: '0'"
 _count.__name__, _positive.__name__, _json.__name__ = "whole number >= 1", "number >= 0", "JSON"
+_seed.__name__ = "whole number >= 0 and < 2**32"
 
 
 def simulate(args: argparse.Namespace, ranks: int, buckets: int) -> list[dict[str, Any]]:

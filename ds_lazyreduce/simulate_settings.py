@@ -31,6 +31,7 @@ LAZY: dict[str, dict[str, Any]] = {
 }
 
 NAMES = (*STOCK, *LAZY)
+MOST_BUCKETS = 10_000  # each is played in every micro-step
 BY_DEFAULT = ("zero2-loss", "zero2", "zero2-overlap", "lazy-flat", "lazy", "lazy-4", "lazy-boundary")
 
 
@@ -50,13 +51,19 @@ def resolve(
     lazy = parse_section({"lazy_reduce": {"gradient_partition": keys}})
     gradients = lazy.gradient_partition
     path = "lazy_reduce.gradient_partition"
+    if not gradients.enabled:
+        raise ConfigError(f"{path}.enabled: got false; expected true, or the setting zero2")
     if gradients.node_size not in ("auto", cluster.node_size):
         raise ConfigError(f"{path}.node_size: got {gradients.node_size}; expected the cluster's {cluster.node_size}")
     if gradients.collective == "reduce_scatter":
         raise ConfigError(f'{path}.collective: got "reduce_scatter"; expected "all_to_all" or "hierarchical"')
     if gradients.bucket_size != "auto":
         bucket = bucket_elements(lazy, gradients.bucket_size, workload.elements, cluster.ranks)
-        workload = replace(workload, buckets=-(-workload.elements // bucket))
+        buckets = -(-workload.elements // bucket)
+        if buckets > MOST_BUCKETS:
+            least = -(-workload.elements // MOST_BUCKETS)
+            raise ConfigError(f"{path}.bucket_size: got {bucket}; expected at least {least} for {MOST_BUCKETS} buckets")
+        workload = replace(workload, buckets=buckets)
     wire = wire_dtype(lazy, torch.bfloat16, None).itemsize
     every, window = gradients.reduce_every, workload.micro_steps
     if wire != 4 and every != "boundary" and window % every:  # what is left over travels in fp32

@@ -56,6 +56,15 @@ def test_picture_advice_and_measured_delays_under_torchrun(warm_extensions, tmp_
     assert limit == [max(map(sum, drawn)) for drawn in rounds]
 
 
+def test_what_a_workload_cannot_measure_is_left_out(warm_extensions, tmp_path):
+    command = [sys.executable, "-m", "ds_lazyreduce.bench", "--workload", "step", "checkpoint", *TINY]
+    command += ["--implementations", "none"]
+    done = subprocess.run(command, cwd=tmp_path, env=job_env(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "none left out: it has no optimizer step" in done.stdout
+    assert "none left out: it has no checkpoint" in done.stdout
+
+
 def test_memory_of_contenders_is_what_they_hold(quick_run):
     _, report = quick_run
     jitter = report["workloads"][ALL.index("jitter")]
@@ -178,9 +187,11 @@ def test_quick_means_smaller_unless_said_otherwise():
         ["--jitter-ms", "-1"],
         ["--workload", "x"],
         ["--json", "/no/dir/f"],
+        ["--json", "/tmp"],
         ["--plot", "/no/dir/f.png"],
         ["--plot", "f.txt"],
         ["--plot", "f.png", "--workload", "hooks"],
+        ["--plot", "f.png", "--implementations", "none", "bare"],
         ["--advise", "-1"],
         ["--advise", "--workload", "comm"],
         ["--advise", "--implementations", "zero2"],

@@ -21,7 +21,7 @@ from ds_lazyreduce.demo_model import (
     parameter_groups,
     warmup_cosine,
 )
-from ds_lazyreduce.demo_report import closing_table, plain_zero2_traffic, stock_element_bytes
+from ds_lazyreduce.demo_report import closing_table, plain_zero2_traffic
 from ds_lazyreduce.stock_keys import stock_key_notes
 from tests.launcher import ROOT, job_env, launch, started
 
@@ -51,24 +51,12 @@ def test_plain_zero2_traffic():
     assert traffic == (3 * 4, 2 * 3 / 4 * 160 * 2 * 4)
 
 
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        ({}, 4),
-        ({"bf16": {"enabled": True}}, 2),
-        ({"bf16": {"enabled": False}}, 4),
-        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 4),
-    ],
-)
-def test_stock_element_bytes(config, size):
-    assert stock_element_bytes(config) == size
-
-
 def test_table_without_a_reported_loss():
     report = dict.fromkeys(("gradient_collectives", "scalar_collectives", "metric_collectives"), 20)
     report |= {"bytes_sent": 1000, "peak_buffer_bytes": 99, "kernel": "torch"}
     report |= {"collective": "all_to_all", "wire_dtype": "bf16"}
-    table = closing_table(report, config=CONFIG, sizes=[6], world_size=2, steps=10, micro_steps=4, losses=(None, None))
+    run = {"sizes": [6], "world_size": 2, "steps": 10, "micro_steps": 4, "losses": (None, None)}
+    table = closing_table(report, bucket_size=100, element_bytes=2, **run)
     assert "not reported -> not reported" in table
     assert re.search(r"gradient bytes sent +100 +48\n", table)  # 2 (N-1)/N x 6 elements x 2 bytes x 4
 
@@ -117,7 +105,9 @@ def test_schedule_stays_positive(steps):
     assert max(rates) == 1.0 and min(rates) > 0
 
 
-@pytest.mark.parametrize("extra", [["--steps", "0"], ["--steps", "x"], ["--size", "huge"], ["--nonsense"]])
+@pytest.mark.parametrize(
+    "extra", [["--steps", "0"], ["--steps", "x"], ["--seed", "-1"], ["--size", "huge"], ["--nonsense"]]
+)
 def test_wrong_arguments(extra):
     with pytest.raises(DemoError):
         parse_arguments(["--deepspeed_config", "c.json", *extra])
@@ -215,6 +205,21 @@ def test_demo_on_two_ranks(tmp_path, write_config, warm_extensions):
     assert header == ["step", "train_loss"]
     assert [int(samples) for samples, _ in rows] == [steps * samples_per_step for steps in (5, 10, 15, 17)]
     assert [f"{float(rows[i][1]):.3f}" for i in (0, -1)] == [f"{first:.3f}", f"{last:.3f}"]
+
+
+@pytest.mark.timeout(600)
+def test_other_ways_to_write_a_config(tmp_path, write_config, warm_extensions):
+    config = write_config(zero_optimization=True, bf16=None, lazy_reduce={"gradient_partition": {"enabled": False}})
+    arguments = ["--deepspeed_config", config, "--size", "tiny", "--steps", 1]
+    code, stdout, stderr = launch("ds_lazyreduce.demo", arguments, tmp_path)
+    assert code == 0 and "not reported" not in stdout, stdout + stderr
+
+
+@pytest.mark.timeout(600)
+def test_a_config_that_deepspeed_refuses_is_one_line(tmp_path, write_config, warm_extensions):
+    config = write_config(train_micro_batch_size_per_gpu="auto")
+    code, _, stderr = launch("ds_lazyreduce.demo", ["--deepspeed_config", config, "--steps", 1], tmp_path)
+    assert code == 2 and stderr.count("ds_lazyreduce.demo: ") == 1 and "Traceback" not in stderr
 
 
 @pytest.mark.timeout(600)  # includes building the extension, if this test is the first

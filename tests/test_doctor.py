@@ -122,6 +122,13 @@ def test_ranks_that_fail_or_hang(monkeypatch, tmp_path, code, expected):
     assert expected in failure
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
+def test_no_time_for_the_self_test_is_refused(seconds, capsys):
+    with pytest.raises(SystemExit) as refused:
+        doctor.main(["--timeout", seconds])
+    assert refused.value.code == 2 and "argument --timeout" in capsys.readouterr().err
+
+
 def test_a_variable_that_disables_overlap(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
     assert "warn" in statuses(doctor.accelerator())

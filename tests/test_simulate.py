@@ -388,7 +388,11 @@ def test_a_section_is_simulated_as_the_extension_reads_it(tmp_path):
         (["--section", '{"node_size": 3}'], "node_size: got 3; expected the cluster's 8"),
         (["--section", '{"collective": "reduce_scatter"}'], "collective: got"),
         (["--section", '{"reduce_every": 3, "wire_dtype": "bf16"}'], "reduce_every: got 3; expected a divisor of 8"),
+        (["--section", '{"enabled": false}'], "enabled: got false; expected true, or the setting zero2"),
+        (["--section", '{"bucket_size": 1}'], "bucket_size: got 1; expected at least 800000 for 10000 buckets"),
         (["--json", "/no/such/file"], "argument --json: /no/such is not a directory"),
+        (["--json", "/tmp"], "argument --json: /tmp is a directory"),
+        (["--seed", "-1"], "argument --seed: invalid whole number >= 0 and < 2**32 value: '-1'"),
         (["--validate", "/no/such.json"], "/no/such.json: No such file or directory"),
     ],
 )
