@@ -158,6 +158,9 @@ class LazyReduceMixin(CheckpointGuardMixin):
             num_tokens: int or 0-d tensor (a device tensor is not synchronised), tokens that ``loss`` covers.
                 Without token normalisation ``loss`` is taken as the mean over them and only the log is weighted.
 
+        Returns:
+            What stock's returns: ``loss``, divided by the accumulation steps where ``scale_wrt_gas`` applies.
+
         Raises:
             ValueError: token normalisation is on and ``num_tokens`` is missing, or it is negative.
         """
@@ -170,24 +173,14 @@ class LazyReduceMixin(CheckpointGuardMixin):
                     "engine.backward(loss, num_tokens=n)"
                 )
             is_mean = normalize.loss_reduction == "mean"
-            self._record_loss(loss, num_tokens, is_sum=not is_mean)
-            if is_mean:
-                loss = _masked(loss * num_tokens, num_tokens)
+            total = _masked(loss * num_tokens, num_tokens) if is_mean else loss
             self._begin_pass(num_tokens)
-            scaled, scale_wrt_gas = loss * self.optimizer.token_prescale(), False
+            scaled, scaled_wrt_gas = total * self.optimizer.token_prescale(), False
         else:
-            weight = num_tokens
-            if weight is None and scale_wrt_gas:
-                self._record_loss(loss, 1.0, is_sum=True)
-            elif weight is None:  # Hugging Face passes losses that are already divided by the window's items
-                self._record_loss(loss, 1.0 / self.gradient_accumulation_steps(), is_sum=True)
-                self._additive_calls += 1
-            else:
-                self._record_loss(loss, weight, is_sum=False)
             self._begin_pass(None)
-            scaled = loss
+            scaled, scaled_wrt_gas = loss, scale_wrt_gas
         try:
-            result = super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+            result = super().backward(scaled, retain_graph=retain_graph, scale_wrt_gas=scaled_wrt_gas)
         except CollectiveError:
             raise
         except Exception:
@@ -197,12 +190,21 @@ class LazyReduceMixin(CheckpointGuardMixin):
             if self._lazy.gradient_partition.enabled:
                 self.optimizer.leave_broken()
             raise
+        if self._lazy.deferred_loss.enabled:  # a backward that failed is not counted
+            self._record_loss(loss.detach(), num_tokens, scale_wrt_gas)
         return loss if normalize.enabled else result
 
-    def _record_loss(self, loss, weight, *, is_sum: bool) -> None:
-        if self._lazy.deferred_loss.enabled and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            total = loss.detach() if is_sum else loss.detach().double() * weight
-            self._metrics.add(LOSS, _masked(total, weight), weight)
+    def _record_loss(self, loss: torch.Tensor, num_tokens, scale_wrt_gas: bool) -> None:
+        normalize = self._lazy.token_normalization
+        if num_tokens is not None:
+            is_sum = normalize.enabled and normalize.loss_reduction == "sum"
+            total = loss if is_sum else loss.double() * num_tokens
+            self._metrics.add(LOSS, _masked(total, num_tokens), num_tokens)
+        elif scale_wrt_gas:
+            self._metrics.add(LOSS, loss, 1.0)
+        else:  # Hugging Face passes losses that are already divided by the window's items
+            self._metrics.add(LOSS, loss, 1.0 / self.gradient_accumulation_steps())
+            self._additive_calls += 1
 
     def _begin_pass(self, num_tokens) -> None:
         if self._lazy.gradient_partition.enabled:

@@ -243,6 +243,24 @@ def test_an_interval_of_0_is_refused(ranks):
         assert error.type == "ConfigError" and "lazy_reduce.deferred_loss.interval: got 0" in error.message
 
 
+# ---- a backward that fails
+
+
+def failed_backward(gradients, scale_wrt_gas):
+    engine = _engine(gradients=gradients, gradient_accumulation_steps=2)
+    for loss in (1.0, 3.0):
+        with pytest.raises(AssertionError):
+            engine.backward(torch.tensor(1000.0), scale_wrt_gas=scale_wrt_gas)  # no graph
+        _micro_step(engine, loss, scale_wrt_gas=scale_wrt_gas)
+    return engine.flush_metrics()
+
+
+@pytest.mark.parametrize("scale_wrt_gas, reported", [(True, 2.0), (False, 4.0)])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_backward_that_fails_is_not_counted(ranks, gradients, scale_wrt_gas, reported):
+    assert ranks(2).run(failed_backward, gradients, scale_wrt_gas) == [{"train_loss": reported}] * 2
+
+
 # ---- names
 
 

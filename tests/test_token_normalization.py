@@ -272,6 +272,17 @@ def test_a_missing_or_wrong_count_is_refused_before_any_collective(ranks, kind, 
         assert (gradient, loss, skipped) == (3.0, {"train_loss": 0.0}, 0)
 
 
+def returned(reduction):
+    engine = _engine(reduction=reduction)
+    loss = engine(_x(5, engine)) + 3.0
+    return engine.backward(loss, num_tokens=4) is loss
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_backward_returns_the_loss_it_was_given(ranks, reduction):
+    assert ranks(2).run(returned, reduction) == [True, True]
+
+
 # ---- windows that are not gradient_accumulation_steps long
 
 
