@@ -138,14 +138,7 @@ STOCK_KEYS = (
 )
 
 
-def check_against_deepspeed(
-    section: LazyReduceConfig,
-    ds_config: dict[str, Any],
-    *,
-    pipeline: bool = False,
-    hybrid: bool = False,
-    world_size: int | None = None,
-) -> None:
+def check_against_deepspeed(section: LazyReduceConfig, ds_config: dict[str, Any], *, pipeline: bool = False) -> None:
     """Refuse what cannot be honoured, before any collective runs.
 
     ``deferred_loss`` alone works at every ZeRO stage and with pipelines. The hybrid engine is a class of its
@@ -155,8 +148,6 @@ def check_against_deepspeed(
         section: the parsed section.
         ds_config: the whole DeepSpeed config.
         pipeline: whether the engine is a ``PipelineEngine``.
-        hybrid: whether the engine is a hybrid engine (also read from ``hybrid_engine.enabled``).
-        world_size: ranks of the data-parallel group, None while unknown.
 
     Raises:
         ConfigError: every refused combination is listed.
@@ -166,7 +157,7 @@ def check_against_deepspeed(
     if steps is not None and (not isinstance(steps, (int, float)) or not steps):
         # Stock computes step % steps_per_print at the first step and on rank 0 only, for which the others wait.
         problems.append(f"steps_per_print: got {show(steps)}; expected a whole number >= 1, or no such key")
-    if hybrid or _true(_lookup(ds_config, "hybrid_engine.enabled")):
+    if _true(_lookup(ds_config, "hybrid_engine.enabled")):
         problems.append(f"{SECTION}.enabled: got true; expected false with a hybrid engine")
     if section.token_normalization.enabled and not gradients.enabled:
         problems.append(
@@ -174,14 +165,12 @@ def check_against_deepspeed(
             f"or {SECTION}.gradient_partition.enabled true, which it needs"
         )
     if gradients.enabled:
-        problems += _gradient_problems(gradients, ds_config, pipeline, world_size)
+        problems += _gradient_problems(gradients, ds_config, pipeline)
     if problems:
         raise config_error(problems)
 
 
-def _gradient_problems(
-    gradients: GradientPartitionConfig, ds_config: dict[str, Any], pipeline: bool, world_size: int | None
-) -> list[str]:
+def _gradient_problems(gradients: GradientPartitionConfig, ds_config: dict[str, Any], pipeline: bool) -> list[str]:
     prefix = f"{SECTION}.gradient_partition"
     problems = []
     if pipeline:
@@ -197,8 +186,6 @@ def _gradient_problems(
     node = gradients.node_size
     if node != "auto" and gradients.collective in ("all_to_all", "reduce_scatter"):
         problems.append(f'{prefix}.node_size: got {show(node)}; expected "auto" unless "hierarchical"')
-    if node != "auto" and world_size is not None and world_size % node:
-        problems.append(f"{prefix}.node_size: got {show(node)}; expected a divisor of {world_size} ranks")
     if gradients.verify_every and gradients.collective == "reduce_scatter":
         problems.append(
             f'{prefix}.verify_every: got {show(gradients.verify_every)}; expected 0 with "reduce_scatter", whose '

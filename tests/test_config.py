@@ -289,7 +289,7 @@ def test_any_section_beside_any_stock_config_is_resolved_or_a_config_error(value
         parsed = parse_section({**config, "lazy_reduce": value})
         if parsed is None:
             return
-        check_against_deepspeed(parsed, config, world_size=4)
+        check_against_deepspeed(parsed, config)
         stock_key_notes(config)
         bucket_elements(parsed, 500_000_000, 10**6, 4)
         wire_dtype(parsed, torch.bfloat16, config.get("communication_data_type"))
@@ -324,7 +324,7 @@ def test_nothing_of_deepspeed_is_imported():
 
 @pytest.mark.parametrize("stage", [2, 2.0, "2"])
 def test_zero_2_is_accepted(stage):
-    check_against_deepspeed(section(), {"zero_optimization": {"stage": stage}}, world_size=4)
+    check_against_deepspeed(section(), {"zero_optimization": {"stage": stage}})
 
 
 @pytest.mark.parametrize(
@@ -386,9 +386,8 @@ def test_pipelines_take_the_deferred_loss_only():
     check_against_deepspeed(gradients(enabled=False), {}, pipeline=True)
 
 
-@pytest.mark.parametrize("config, hybrid", [({"hybrid_engine": {"enabled": True}}, False), ({}, True)])
-def test_the_hybrid_engine_is_refused_whatever_is_enabled(config, hybrid):
-    message = error_of(check_against_deepspeed, gradients(enabled=False), config, hybrid=hybrid)
+def test_the_hybrid_engine_is_refused_whatever_is_enabled():
+    message = error_of(check_against_deepspeed, gradients(enabled=False), {"hybrid_engine": {"enabled": True}})
     assert "lazy_reduce.enabled: got true; expected false with a hybrid engine" in message
 
 
@@ -406,11 +405,6 @@ def test_sums_in_an_order_of_the_backends_own_cannot_be_verified():
     assert "gradient_partition.verify_every: got 3; expected 0" in error_of(check_against_deepspeed, asked, ZERO2)
     check_against_deepspeed(gradients(collective="reduce_scatter"), ZERO2)
     check_against_deepspeed(gradients(verify_every=3), ZERO2)
-
-
-def test_node_size_must_divide_the_ranks():
-    message = error_of(check_against_deepspeed, gradients(node_size=3), ZERO2, world_size=4)
-    assert "node_size: got 3; expected a divisor of 4 ranks" in message
 
 
 def test_all_refusals_are_listed_at_once():
