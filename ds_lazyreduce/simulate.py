@@ -66,6 +66,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"argument --{name}: expected a bandwidth above 0")
     if args.section is not None and not isinstance(args.section, dict):
         parser.error(f"argument --section: got {show(args.section)}; expected an object")
+    if args.json is not None and args.validate:
+        parser.error("argument --json: not with --validate, which prints only")
     if args.json is not None and (problem := why_not_writable(args.json)):
         parser.error(f"argument --json: {problem}")
     return args

@@ -392,6 +392,7 @@ def test_a_section_is_simulated_as_the_extension_reads_it(tmp_path):
         (["--section", '{"bucket_size": 1}'], "bucket_size: got 1; expected at least 800000 for 10000 buckets"),
         (["--json", "/no/such/file"], "argument --json: /no/such is not a directory"),
         (["--json", "/tmp"], "argument --json: /tmp is a directory"),
+        (["--json", "f", "--validate", "g"], "argument --json: not with --validate"),
         (["--seed", "-1"], "argument --seed: invalid whole number >= 0 and < 2**32 value: '-1'"),
         (["--validate", "/no/such.json"], "/no/such.json: No such file or directory"),
     ],
