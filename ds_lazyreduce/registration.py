@@ -100,9 +100,13 @@ def _make_stand_in(stock: type, lazy: type | None) -> type:
             section = parse_section(ds_config) if isinstance(ds_config, dict) else None
             if cls is not stand_in:  # a user's subclass, made after register()
                 if section is not None:
+                    derive = lazy and (
+                        f"derive it from {lazy.__module__}.{lazy.__name__} and construct it with "
+                        "lazy_section=ds_lazyreduce.config.parse_section(config), or "
+                    )
                     raise ConfigError(
                         f"lazy_reduce is enabled, but {cls.__module__}.{cls.__qualname__} is an engine class of your "
-                        f"own; derive it from ds_lazyreduce.engine.LazyReduceMixin, or set lazy_reduce.enabled to false"
+                        f"own; {derive or ''}set lazy_reduce.enabled to false"
                     )
                 return super().__call__(*args, **kwargs)
             if section is None:

@@ -123,27 +123,33 @@ def test_bad_configs_are_refused_on_every_rank(ranks, lazy, over, message):
         assert re.search(message, error.message), error.message
 
 
-def own_subclass():
+def own_subclass(as_advised):
     import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfig
 
     import ds_lazyreduce
+    from ds_lazyreduce.config import parse_section
+    from ds_lazyreduce.engine import LazyEngine
 
     ds_lazyreduce.register()
 
-    class MyEngine(deepspeed.DeepSpeedEngine):
+    class MyEngine(LazyEngine if as_advised else deepspeed.DeepSpeedEngine):
         pass
 
     model = OneVec(4)
     config = base_config(lazy=True)
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    MyEngine(args=None, model=model, config=config, config_class=DeepSpeedConfig(config))
+    section = {"lazy_section": parse_section(config)} if as_advised else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return MyEngine(
+        args=None, model=model, optimizer=optimizer, config=config, config_class=DeepSpeedConfig(config), **section
+    ).lazy_reduce_report()["buckets"]
 
 
 def test_an_engine_class_that_cannot_honour_the_section_says_so(ranks):
-    for error in ranks(2).run_expect_error(own_subclass):
+    for error in ranks(2).run_expect_error(own_subclass, as_advised=False):
         assert error.type == "ConfigError"
-        assert "MyEngine" in error.message
+        assert "MyEngine" in error.message and "derive it from ds_lazyreduce.engine.LazyEngine" in error.message
+    assert ranks(2).run(own_subclass, as_advised=True) == [1, 1]
 
 
 def other_deepspeed():
