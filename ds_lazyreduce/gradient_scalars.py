@@ -1,10 +1,12 @@
 """The scalars that all ranks must agree on once per optimizer step, in one packed all-reduce.
 
-    [ norm squared | non-finite | void | tokens | wrong | late flag of bucket 0 | bucket 1 | ... ]
+    [ norm squared | non-finite | void | tokens | wrong | late | late flag of bucket 0 | bucket 1 | ... ]
+      `------------------ HEADER ------------------------------'
 
 It replaces stock ZeRO-2's one all-reduce per param group for the norm, the overflow check's own and
 those of the expert groups. Every rank owns different elements of the gradient, so sums over the
-data-parallel group count each element once.
+data-parallel group count each element once. Model-parallel ranks have buckets of their own, so sums over them
+are of the header only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-_HEADER = 5
+HEADER = 6
 _BLOCK = 128 * 1024
 
 
@@ -28,7 +30,8 @@ class StepScalars:
     void: whether any rank's backward failed in this window.
     tokens: sum of the token counts of all ranks in this window.
     wrong: whether any rank found a sum of gradients to be wrong.
-    late: for each bucket whether any rank holds gradients for it in a local accumulator.
+    any_late: whether any rank, of any data-parallel group, holds gradients in a local accumulator.
+    late: for each bucket whether any rank of its own data-parallel group does.
     """
 
     norm_squared: float
@@ -36,6 +39,7 @@ class StepScalars:
     void: bool
     tokens: float
     wrong: bool
+    any_late: bool
     late: list[bool]
 
     @property
@@ -85,17 +89,24 @@ def agree(
     all_reduce: Callable[[torch.Tensor], None],
 ) -> StepScalars:
     """Sums the scalars over all ranks with one call of ``all_reduce`` and reads them on the host."""
-    pack = torch.empty(_HEADER + len(late), dtype=norm_squared.dtype, device=norm_squared.device)
+    pack = torch.empty(HEADER + len(late), dtype=norm_squared.dtype, device=norm_squared.device)
     finite = torch.isfinite(norm_squared)
     pack[0] = torch.where(finite, norm_squared, 0)  # so that NaN does not hide in the sum
     pack[1] = ~finite
     pack[2] = float(void)
     pack[3] = tokens
     pack[4] = float(wrong)
-    pack[_HEADER:] = torch.tensor(late, dtype=pack.dtype)
+    pack[5] = float(any(late))
+    pack[HEADER:] = torch.tensor(late, dtype=pack.dtype)
     all_reduce(pack)
-    norm, non_finite, voided, total_tokens, wrong_anywhere, *late_anywhere = pack.tolist()
+    norm, non_finite, voided, total_tokens, wrong_anywhere, any_late, *late_anywhere = pack.tolist()
     is_finite = non_finite == 0 and math.isfinite(norm)
     return StepScalars(
-        norm, is_finite, voided > 0, total_tokens, wrong_anywhere > 0, [flag > 0 for flag in late_anywhere]
+        norm_squared=norm,
+        is_finite=is_finite,
+        void=voided > 0,
+        tokens=total_tokens,
+        wrong=wrong_anywhere > 0,
+        any_late=any_late > 0,
+        late=[flag > 0 for flag in late_anywhere],
     )

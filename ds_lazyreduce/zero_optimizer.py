@@ -21,7 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from .failures import during
-from .gradient_scalars import StepScalars, agree, local_norm_squared
+from .gradient_scalars import HEADER, StepScalars, agree, local_norm_squared
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
 from .zero_backward import ReducingZeroOptimizer
 
@@ -81,7 +81,7 @@ class LazyZeroOptimizer(ReducingZeroOptimizer):
         self.chain.drain()
         late = self.chain.has_accumulated()
         scalars = self._agree_scalars(late)
-        if any(scalars.late) and not scalars.void:
+        if scalars.any_late and not scalars.void:
             self.chain.reduce_accumulated(scalars.late)
             scalars = self._agree_scalars([False] * len(late))
         if scalars.wrong:
@@ -106,7 +106,7 @@ class LazyZeroOptimizer(ReducingZeroOptimizer):
         with during(what, "No update was applied.", self.dp_process_group):
             dist.all_reduce(pack, group=self.dp_process_group)
         with during(f"{what} over model-parallel ranks", "No update was applied."):
-            self._model_parallel_all_reduce(tensor=pack, op=dist.ReduceOp.SUM)
+            self._model_parallel_all_reduce(tensor=pack[:HEADER], op=dist.ReduceOp.SUM)
 
     def _agree_on_order(self) -> None:
         """Once: from the second window on, buckets leave in the order in which they completed on rank 0."""

@@ -34,16 +34,16 @@ def _two_ranks(other):
 
 def test_agreed_values_are_sums_and_flags_over_ranks():
     scalars = agree(
-        torch.tensor(9.0, dtype=torch.float64), False, 3, [True, False], False, _two_ranks([16.0, 0, 1, 5, 1, 0, 0])
+        torch.tensor(9.0, dtype=torch.float64), False, 3, [True, False], False, _two_ranks([16.0, 0, 1, 5, 1, 0, 0, 0])
     )
     assert scalars.norm == 5.0 and scalars.is_finite
-    assert scalars.void and scalars.tokens == 8 and scalars.late == [True, False]
+    assert scalars.void and scalars.tokens == 8 and scalars.any_late and scalars.late == [True, False]
     assert scalars.wrong
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_non_finite_gradient_anywhere_is_seen_everywhere(bad):
-    here = agree(torch.tensor(bad, dtype=torch.float64), False, 0, [], False, _two_ranks([4.0, 0, 0, 0, 0]))
-    there = agree(torch.tensor(4.0, dtype=torch.float64), False, 0, [], False, _two_ranks([0.0, 1, 0, 0, 0]))
+    here = agree(torch.tensor(bad, dtype=torch.float64), False, 0, [], False, _two_ranks([4.0, 0, 0, 0, 0, 0]))
+    there = agree(torch.tensor(4.0, dtype=torch.float64), False, 0, [], False, _two_ranks([0.0, 1, 0, 0, 0, 0]))
     for scalars in (here, there):
         assert not scalars.is_finite and scalars.norm == math.inf

@@ -94,6 +94,51 @@ def test_tensor_parallel_ranks(ranks, collective):
     assert abs(lazy[0][0][0] ** 2 - (24 * (1.5**2 + 3.0**2) + 9 * 1.5**2)) < 1e-3
 
 
+class Uneven(torch.nn.Module):
+    """Two tensor-parallel ranks with parameters, and so numbers of buckets, of their own."""
+
+    def __init__(self, model_rank):
+        super().__init__()
+        self.parts = torch.nn.ParameterList(torch.ones(9) for _ in range(1 + 2 * model_rank))
+        for part in self.parts:
+            part.model_parallel = True
+
+    def forward(self, x):
+        return sum((x * part).sum() for part in self.parts)
+
+
+def uneven_tensor_parallel(lazy, late_rank):
+    mpu = TensorParallel()
+    model = Uneven(mpu.model_rank)
+    engine = make_engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        base_config(lazy=lazy and _partition(9, "all_to_all"), gradient_clipping=1.0, precision="fp32"),
+        mpu=mpu,
+    )
+    norms = []
+    for _ in range(3):
+        engine.backward(engine(1.0 + mpu.data_rank))
+        if lazy and mpu.model_rank == late_rank:
+            engine.module(1.0 + mpu.data_rank).backward()  # around the engine: a late gradient
+        engine.step()
+        norms.append(float(engine.get_global_grad_norm()))
+    return norms, masters(engine)
+
+
+def test_tensor_parallel_ranks_with_other_numbers_of_buckets(ranks):
+    stock = ranks(4).run(uneven_tensor_parallel, False, None)
+    lazy = ranks(4).run(uneven_tensor_parallel, True, None, timeout=60)
+    for (norms, weights), (stock_norms, stock_weights) in zip(lazy, stock, strict=True):
+        torch.testing.assert_close(norms, stock_norms, rtol=1e-6, atol=0)
+        for name, weight in stock_weights.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-7)
+    for late_rank, parts in ((0, 1), (1, 3)):
+        for norms, _ in ranks(4).run(uneven_tensor_parallel, True, late_rank, timeout=60):
+            once, twice = 9 * (4 - parts) * 1.5**2, 9 * parts * 3.0**2
+            assert abs(norms[0] ** 2 - (once + twice)) < 1e-3
+
+
 class Experts(torch.nn.Module):
     def __init__(self):
         super().__init__()
