@@ -154,6 +154,7 @@ class LazyZeroOptimizer(ReducingZeroOptimizer):
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         self._gather.gather()
+        self._reattach_parameters()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
 
     def _clear_window(self, tokens: float) -> None:

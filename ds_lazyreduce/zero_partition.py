@@ -178,6 +178,17 @@ class BucketedZeroOptimizer(DeepSpeedZeroOptimizer):
             views.append(partition[start:end].view(param.shape) if whole else partition[start:end])
         dict.__setitem__(self.averaged_gradients, i, GradPartitionBufferGroup(views, partition))
 
+    def _reattach_parameters(self) -> None:
+        """Makes every parameter a view of its bucket's flat buffer again, as stock does after each step.
+
+        Whoever gave it other memory (``param.data = ...``, ``module.to(memory_format=...)``) would miss all updates.
+        """
+        for i, flat in enumerate(self.bit16_groups_flat):
+            start, size = flat.data_ptr(), flat.element_size()
+            placed = zip(self.round_robin_bit16_groups[i], self.round_robin_bit16_offsets[i], strict=True)
+            if any(param.data_ptr() != start + offset * size for param, offset in placed):
+                self._update_model_bit16_weights(i)
+
     def _link_all_hp_params(self):
         # With optimizer offload stock links parameters to gradients on the host; ours are summed, read and
         # set on the accelerator, and go to the host in `step`.

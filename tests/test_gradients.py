@@ -147,6 +147,25 @@ def test_the_same_bits_for_any_bucket_size_and_chain(ranks, optimizer, clip):
                 assert torch.equal(weights[name], reference[1][name]), name
 
 
+def parameters_moved_to_other_memory():
+    engine = make_engine(
+        model := torch.nn.Conv2d(2, 2, 3),
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        base_config(precision="fp32", lazy=_partition(bucket_size=20)),
+    )
+    model.weight.data = model.weight.data.clone()
+    model.to(memory_format=torch.channels_last)
+    engine.backward(engine(torch.ones(1, 2, 3, 3)).sum())
+    engine.step()
+    return {n: (p.detach(), masters(engine)[n]) for n, p in model.named_parameters()}
+
+
+def test_an_update_reaches_parameters_that_were_given_other_memory(ranks):  # as in an exchange of averaged weights
+    for weights in ranks(2).run(parameters_moved_to_other_memory):
+        for weight, master in weights.values():
+            assert torch.equal(weight, master)
+
+
 def test_decay_groups_with_one_lambda_per_group(ranks):
     over = {"communication_data_type": "fp32", "scheduler": True, "micro_steps": 1}
     lazy = ranks(2).run(train_mlp, _partition(bucket_size=1500), **over)
