@@ -29,7 +29,7 @@ from .metrics import DeferredMetrics, Scalar, over_group
 from .reduction_stream import overlap_notes
 from .stock_keys import check_against_deepspeed, stock_key_notes
 from .version import __version__
-from .zero_backward import PartitionSettings
+from .zero_backward import PartitionSettings, reached_leaves
 from .zero_optimizer import LazyZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
@@ -218,7 +218,7 @@ class LazyReduceMixin(CheckpointGuardMixin):
 
     def _abort_pass(self) -> None:
         if self._lazy.gradient_partition.enabled:
-            self.optimizer.abort_micro_step()
+            self.optimizer.abort_pass()
 
     def _complete_broken_pass(self) -> None:
         if self._lazy.gradient_partition.enabled:
@@ -231,6 +231,8 @@ class LazyReduceMixin(CheckpointGuardMixin):
             self.optimizer.complete_skipped_pass()
 
     def _backward_prologue(self):
+        if self._lazy.gradient_partition.enabled and not self._running_engine_backward and reached_leaves() == "none":
+            return  # a torch.autograd.grad
         if self._lazy.token_normalization.enabled and not self._running_engine_backward:
             raise ValueError(
                 "lazy_reduce.token_normalization is enabled: a direct loss.backward() cannot say how many tokens the "
@@ -238,6 +240,12 @@ class LazyReduceMixin(CheckpointGuardMixin):
             )
         self._mirror_boundary()
         super()._backward_prologue()
+
+    def _backward_prologue_per_tensor(self, grad):
+        # Stock runs the prologue once for each forward, which a torch.autograd.grad may have used up.
+        if self._lazy.gradient_partition.enabled and self.optimizer.awaits_pass():
+            self._backward_prologue()
+        return super()._backward_prologue_per_tensor(grad)
 
     def _flush_coalesced_reduction_zero12(self, optimizer):
         # The gradients of the block are in local fp32 accumulators, not on the parameters.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import get_autocast_dtype
 from deepspeed.utils.torch import register_grad_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .bucket import Bucket, Slot
 from .bucket_chain import AccumulatingChain, BucketChain
@@ -32,8 +34,12 @@ from .zero_state import StockStateZeroOptimizer
 logger = logging.getLogger("ds_lazyreduce")
 
 _NO_GRAPH_TASK = -1
-# Chains with an open micro-step, of all engines of the process: they share process groups.
+# Of all engines of the process, which share process groups, in the order in which they began: optimizers within a
+# backward pass, and chains with an open micro-step.
+_OPEN_PASSES: list[ReducingZeroOptimizer] = []
 _OPEN_CHAINS: list[BucketChain] = []
+# parameter -> weak reference to the optimizer that takes its gradients
+_TAKERS = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,8 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
         self._schedule = make_schedule(settings.reduce_every)
         self._streams = make_streams(get_accelerator())
         self._void = False
-        self._in_backward = False
-        self._passed = False  # a backward pass began since the engine's last step
+        self._passed = False  # a micro-step was begun, or a coalesced block ended, since the engine's last step
+        self._yielded = False  # its parameters, to an engine built later
         self._graph_task: int | None = None
         if get_autocast_dtype() == torch.float16:
             raise ConfigError(
@@ -175,6 +181,7 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
 
     def destroy(self):
         super().destroy()
+        self._forget_pass()
         self.chain.forget()
         while self._reduce_scatters:
             self._reduce_scatters.popitem()[1].close()
@@ -185,8 +192,26 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
         # Stock's hook counts the parameters of the running graph to find the end of backward; the
         # callback that the engine queues on autograd's graph does that here (`enter_backward`).
         for param, slot in self._slots.items():
+            earlier = _TAKERS[param]() if param in _TAKERS else None
+            if earlier is not None:  # of an engine that was given up without destroy(), or is used no more
+                earlier._yield_parameters()
+            _TAKERS[param] = weakref.ref(self)
             self._grad_acc_hooks.append(register_grad_hook(param, self._make_hook(slot)))
         self._remaining_grad_acc_hooks = 0
+
+    def _yield_parameters(self) -> None:
+        for hook in self._grad_acc_hooks:
+            hook.remove()
+        self._grad_acc_hooks.clear()
+        self._yielded = True
+
+    def _refuse_if_yielded(self) -> None:
+        if self._yielded:
+            name = next(iter(self._slots.values())).name
+            raise RuntimeError(
+                f"lazy_reduce: an engine that was built later over the same parameters ({name}, ...) takes their "
+                "gradients, so this engine cannot train any more; use the later one, or give each its own model"
+            )
 
     def _make_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         put, put_local = self.chain.put, self.chain.put_local
@@ -289,24 +314,29 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
     def enter_backward(self):
         """Begins a micro-step: called before, or by the outputs of a forward pass within, a backward pass."""
         task = torch._C._current_graph_task_id()  # -1 outside a backward pass
-        if self._in_backward:
-            if task != -1 and self._graph_task in (None, task):
+        if self in _OPEN_PASSES and task != -1:
+            if self._graph_task in (None, task):
                 return  # one more output of the same pass
-            self.abort_micro_step()  # an earlier loss.backward() raised and never came to its end
+            self._abort_pass()  # an earlier loss.backward() raised and never came to its end
+        self._refuse_if_yielded()
+        self.complete_broken_pass()
         super().enter_backward()
-        self._in_backward = self._passed = True
+        _OPEN_PASSES.append(self)
         self._streams.settle()
         self._graph_task = None if task == -1 else task
         if self._coalesce_grad_reduction:  # a coalesced pass only feeds the local accumulators
             return
-        if task == -1 or _pass_reaches_leaves():
-            self._open_if_reducing()
-        else:
-            # A torch.autograd.grad, which yields no gradient of a parameter and which other ranks need not run,
-            # or a backward that names its inputs.
-            self.chain.arm(self._open_if_reducing)
+        if task == -1 or reached_leaves() == "all":
+            self._begin_micro_step()
+        else:  # a backward that names its inputs, which need not be parameters of ours
+            self.chain.arm(self._begin_micro_step)
 
-    def _open_if_reducing(self) -> None:
+    def awaits_pass(self) -> bool:
+        """Whether no backward pass is under way and none has been since the engine's last step."""
+        return not self._passed and self not in _OPEN_PASSES
+
+    def _begin_micro_step(self) -> None:
+        self._passed = True
         if self._schedule.reduces_now(self.is_gradient_accumulation_boundary()):
             self.chain.open()
 
@@ -324,13 +354,22 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
     def _end_pass(self) -> None:
         # Stock resets this state in the next forward only, so a second loss.backward() would find its
         # end-of-backward callback "already queued" and never get one.
-        self._in_backward = False
+        self._forget_pass()
         self.chain.mute(None)
         self._backward_hook_state.backward_active_depth = 0
         self._backward_hook_state.reset_for_new_step()
 
-    def abort_micro_step(self) -> None:
-        """After an exception in backward: completes the collectives, and marks the window as void.
+    def _forget_pass(self) -> None:
+        if self in _OPEN_PASSES:
+            _OPEN_PASSES.remove(self)
+
+    def abort_pass(self) -> None:
+        """After an exception in ``engine.backward``, which other engines' passes may have been part of."""
+        self._abort_pass()
+        self.complete_broken_pass()
+
+    def _abort_pass(self) -> None:
+        """Completes the collectives of the micro-step, and marks the window as void.
 
         Ranks may stand at different places in the sequence and what was drained cannot be undone, so
         every rank completes the micro-step and ``step`` discards the whole window on all of them.
@@ -347,18 +386,23 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
         self._graph_task = _NO_GRAPH_TASK
 
     def complete_broken_pass(self) -> None:
-        """Before a collective: completes a ``loss.backward()`` that raised and was caught, as others wait for it."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self.abort_micro_step()
+        """Before a collective: completes what a backward pass that raised and was caught owes, as others wait for it.
+
+        Of every engine: other ranks have reduced all gradients of a pass through several of them before this call.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            for optimizer in list(_OPEN_PASSES):
+                optimizer._abort_pass()
 
     def complete_skipped_pass(self) -> None:
         """At each ``engine.step``: a rank that ran no backward since the last one takes part with zeros.
 
         It skipped a bad batch, or its forward raised and was caught; other ranks reduce in theirs.
         """
+        self._refuse_if_yielded()
         self.complete_broken_pass()
         if not self._passed:
-            self._open_if_reducing()
+            self._begin_micro_step()
             self.chain.close()
         self._passed = False
 
@@ -378,23 +422,26 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
         return self._token_window.prescale
 
 
-def _pass_reaches_leaves() -> bool:
-    """Within an output's gradient hook: whether the running pass executes the leaves under that output.
+def reached_leaves() -> Literal["all", "some", "none"]:
+    """Within an output's gradient hook: which leaves under that output get a gradient in the running pass.
 
-    ``loss.backward()`` executes all of them, and is a micro-step even where it reaches no parameter of ours;
-    ``torch.autograd.grad`` executes none. The first leaf found answers for all.
+    "all": of a ``loss.backward()``, which is a micro-step even where it reaches no parameter of ours; the first leaf
+    found answers for all. "some": of a backward that names its inputs. "none": of a ``torch.autograd.grad``, which
+    is no backward pass to us: it yields no gradient of a parameter, and other ranks need not run it.
     """
     node = torch._C._current_autograd_node()
     todo = [] if node is None else [node]
-    seen = set(todo)
+    seen, leaves = set(todo), 0
     while todo:
         node = todo.pop()
         if not node.next_functions:
+            leaves += 1
             try:
-                return torch._C._will_engine_execute_node(node)
+                if torch._C._will_engine_execute_node(node):
+                    return "all" if leaves == 1 else "some"
             except RuntimeError:  # torch's answer for a leaf whose gradient torch.autograd.grad was asked for
-                return False
+                return "none"
         found = [function for function, _ in node.next_functions if function is not None and function not in seen]
         seen.update(found)
         todo += found
-    return False
+    return "none"

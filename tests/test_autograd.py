@@ -165,6 +165,49 @@ def test_input_gradients_on_one_rank(ranks):
     assert ranks(2).run(input_gradient_on_one_rank, timeout=30) == [([1.0] * 8, 0, 0.0), (None, 0, 0.0)]
 
 
+def grad_on_one_rank(then):
+    """In the second of three steps rank 0 calls torch.autograd.grad on what the engine returned."""
+    engine = _sgd_engine(OneVec(8))
+    weights = []
+    for step in range(3):
+        special = step == 1 and _rank() == 0
+        x = _ones().requires_grad_()
+        loss = engine(_Failing.apply(x, special and then == "it raises"))
+        if special:
+            try:
+                torch.autograd.grad(loss, x, retain_graph=True)
+            except ArithmeticError:
+                loss = engine(x)
+        if then == "direct":
+            loss.backward()
+        elif not special or then != "no backward":
+            engine.backward(loss)
+        engine.step()
+        weights.append(masters(engine)["w"][0].item())
+    return weights, engine.skipped_steps
+
+
+@pytest.mark.parametrize("then", ["engine.backward", "direct", "no backward", "it raises"])
+def test_autograd_grad_is_no_backward_pass(ranks, then):
+    expected = [-1.0, -1.5, -2.5] if then == "no backward" else [-1.0, -2.0, -3.0]
+    assert ranks(2).run(grad_on_one_rank, then, timeout=30) == [(expected, 0)] * 2
+
+
+def grad_before_direct_backward():
+    """The direct backward after it is a micro-step like any other, on the wire in the model dtype."""
+    engine = _sgd_engine(Chain(blocks=2), bucket=8)
+    x = _ones().requires_grad_()
+    loss = engine(x)
+    torch.autograd.grad(loss, engine.module.blocks[0].w, retain_graph=True)
+    loss.backward()
+    engine.step()
+    return masters(engine)["blocks.0.w"][0].item(), engine.lazy_reduce_report()["gradient_collectives"]
+
+
+def test_a_direct_backward_after_autograd_grad(ranks):
+    assert ranks(2).run(grad_before_direct_backward) == [(0.0, 2)] * 2
+
+
 class FailsFirst(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -464,6 +507,50 @@ def second_engine():
 
 def test_several_engines_in_one_process(ranks):
     assert ranks(2).run(second_engine) == [[0.0, -1.0, 0.0]] * 2
+
+
+def joint_backward(direct):
+    """One loss through two engines; in the second of three steps it raises on rank 0 between the two."""
+    engines = [_sgd_engine(Block(), bucket=8) for _ in range(2)]
+    for step in range(3):
+        x = _Failing.apply(engines[0](_ones()), step == 1 and _rank() == 0)
+        loss = engines[1](x).sum()
+        try:
+            loss.backward() if direct else engines[0].backward(loss)
+        except ArithmeticError:
+            pass
+        for engine in engines:
+            engine.step()
+    return [(masters(engine)["w"][0].item(), engine.skipped_steps) for engine in engines]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_backward_through_two_engines_that_fails_on_one_rank(ranks, direct):
+    results = ranks(2).run(joint_backward, direct, timeout=30)
+    assert results[0] == results[1]
+    # A direct backward that raises before it comes to an engine's output is, for that engine, none at all.
+    assert [skipped for _, skipped in results[0]] == [0 if direct else 1, 1]
+
+
+def a_second_engine_for_the_same_model(destroy):
+    model = OneVec(8)
+    first = _sgd_engine(model)
+    first.backward(first(_ones()))
+    first.step()
+    if destroy:
+        first.destroy()
+    second = _sgd_engine(model)
+    second.backward(second(_ones()))
+    second.step()
+    for call in (lambda: first.backward(first(_ones())), lambda: first(_ones()).backward(), first.step):
+        with pytest.raises(RuntimeError, match="built later over the same parameters [(]w, "):
+            call()
+    return masters(second)["w"][0].item()
+
+
+@pytest.mark.parametrize("destroy", [False, True])
+def test_a_second_engine_takes_over_the_parameters(ranks, destroy):
+    assert ranks(2).run(a_second_engine_for_the_same_model, destroy) == [-2.0, -2.0]
 
 
 def autocast():

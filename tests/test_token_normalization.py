@@ -333,6 +333,20 @@ def test_coalescing_masks_micro_steps_without_tokens(ranks):
     assert ranks(2).run(coalesced_with_empty_micro_steps) == [1.25, 1.25]
 
 
+def grad_of_an_input():
+    engine = _engine()
+    x = torch.ones(1).requires_grad_()
+    out = engine(x)
+    (grad,) = torch.autograd.grad(out, x, retain_graph=True)
+    engine.backward(out, num_tokens=2)
+    engine.step()
+    return engine.skipped_steps
+
+
+def test_autograd_grad_needs_no_token_count(ranks):
+    assert ranks(2).run(grad_of_an_input) == [0, 0]
+
+
 # ---- collectives
 
 
