@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
 from .bucket_layout import ParamSpec, split_into_buckets
+from .config import ConfigError
 
 
 @dataclass
@@ -57,6 +58,9 @@ class BucketedZeroOptimizer(DeepSpeedZeroOptimizer):
         wire_dtype: what travels, unless torch.autocast chose a dtype for the parameter.
 
     Everything else goes to the base class.
+
+    Raises:
+        ConfigError: a trainable parameter is complex.
     """
 
     def __init__(
@@ -71,6 +75,13 @@ class BucketedZeroOptimizer(DeepSpeedZeroOptimizer):
         self._wire_dtype = wire_dtype
         self._user_param_groups = init_optimizer.param_groups
         self._registered = {param: index for index, param in enumerate(param_names)}
+        for param in (p for group in self._user_param_groups for p in group["params"]):
+            if param.is_complex() and is_optimized_parameter(param):  # its fp32 master would lose the imaginary part
+                name, dtype = param_names.get(param, "a parameter"), str(param.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"lazy_reduce.gradient_partition.enabled: got true, but {name} is {dtype}; expected real "
+                    "parameters (torch.view_as_real), or false"
+                )
         trainable = sum(p.numel() for g in self._user_param_groups for p in g["params"] if is_optimized_parameter(p))
         ranks = dist.get_world_size(group=kwargs["dp_process_group"])
         self._user_groups, bucket_groups = self._split_user_groups(bucket_elements(trainable, ranks))

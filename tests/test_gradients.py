@@ -166,6 +166,17 @@ def test_an_update_reaches_parameters_that_were_given_other_memory(ranks):  # as
             assert torch.equal(weight, master)
 
 
+def complex_parameter():
+    model = torch.nn.Linear(2, 2)
+    model.spectrum = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    make_engine(model, torch.optim.SGD(model.parameters(), lr=1.0), base_config(precision="fp32", lazy=_partition()))
+
+
+def test_a_complex_parameter_is_refused(ranks):  # plain ZeRO-2 keeps its real part only
+    for error in ranks(2).run_expect_error(complex_parameter):
+        assert error.type == "ConfigError" and "spectrum is complex64" in error.message
+
+
 def test_decay_groups_with_one_lambda_per_group(ranks):
     over = {"communication_data_type": "fp32", "scheduler": True, "micro_steps": 1}
     lazy = ranks(2).run(train_mlp, _partition(bucket_size=1500), **over)
