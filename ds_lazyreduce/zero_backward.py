@@ -97,7 +97,7 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
         self._streams = make_streams(get_accelerator())
         self._void = False
         self._passed = False  # a micro-step was begun, or a coalesced block ended, since the engine's last step
-        self._yielded = False  # its parameters, to an engine built later
+        self._ended = ""  # why it gets no gradients any more
         self._graph_task: int | None = None
         if get_autocast_dtype() == torch.float16:
             raise ConfigError(
@@ -181,6 +181,7 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
 
     def destroy(self):
         super().destroy()
+        self._ended = self._ended or "it was destroyed"
         self._forget_pass()
         self.chain.forget()
         while self._reduce_scatters:
@@ -203,15 +204,12 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
         for hook in self._grad_acc_hooks:
             hook.remove()
         self._grad_acc_hooks.clear()
-        self._yielded = True
+        name = next(iter(self._slots.values())).name
+        self._ended = f"an engine that was built later over the same parameters ({name}, ...) takes their gradients"
 
-    def _refuse_if_yielded(self) -> None:
-        if self._yielded:
-            name = next(iter(self._slots.values())).name
-            raise RuntimeError(
-                f"lazy_reduce: an engine that was built later over the same parameters ({name}, ...) takes their "
-                "gradients, so this engine cannot train any more; use the later one, or give each its own model"
-            )
+    def _refuse_if_ended(self) -> None:
+        if self._ended:
+            raise RuntimeError(f"lazy_reduce: this engine cannot train any more: {self._ended}")
 
     def _make_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         put, put_local = self.chain.put, self.chain.put_local
@@ -318,7 +316,7 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
             if self._graph_task in (None, task):
                 return  # one more output of the same pass
             self._abort_pass()  # an earlier loss.backward() raised and never came to its end
-        self._refuse_if_yielded()
+        self._refuse_if_ended()
         self.complete_broken_pass()
         super().enter_backward()
         _OPEN_PASSES.append(self)
@@ -399,7 +397,7 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
 
         It skipped a bad batch, or its forward raised and was caught; other ranks reduce in theirs.
         """
-        self._refuse_if_yielded()
+        self._refuse_if_ended()
         self.complete_broken_pass()
         if not self._passed:
             self._begin_micro_step()

@@ -44,7 +44,11 @@ class LazyZeroOptimizer(ReducingZeroOptimizer):
 
         Skipped: a non-finite gradient where stock checks for it, a window in which a backward failed
         on any rank, a window without tokens under token normalisation.
+
+        Raises:
+            RuntimeError: the engine was destroyed, or one built later took over its parameters.
         """
+        self._refuse_if_ended()
         self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
         scalars = self._complete_window()
         self._agree_on_order()

@@ -545,7 +545,11 @@ def a_second_engine_for_the_same_model(destroy):
     for call in (lambda: first.backward(first(_ones())), lambda: first(_ones()).backward(), first.step):
         with pytest.raises(RuntimeError, match="built later over the same parameters [(]w, "):
             call()
-    return masters(second)["w"][0].item()
+    weight = masters(second)["w"][0].item()
+    second.destroy()
+    with pytest.raises(RuntimeError, match="it was destroyed"):
+        second.backward(second(_ones()))
+    return weight
 
 
 @pytest.mark.parametrize("destroy", [False, True])
