@@ -7,7 +7,7 @@ whatever the parameters are. ``fuzz_reference.py`` says what the result must be.
 import math
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -45,7 +45,8 @@ class Pass:
     segments: of each rank.
     failing: ranks whose backward raises before the segment ``fail_at``, an error or a KeyboardInterrupt.
     absent: ranks that leave this pass out.
-    before: what happens first: "eval", "flush", "metric", "zero_grad"; "read" comes after.
+    before: what happens first: "eval", "flush", "metric", "zero_grad", "grad" (a torch.autograd.grad on some ranks),
+        "swap" (parameters get other memory); "read" comes after.
     """
 
     kind: str
@@ -186,7 +187,7 @@ class _Rules:
         if rng.random() < 0.2 and (self.reduce_every == "boundary" or coalesce or kind == "around" or skippable):
             absent = frozenset(rank for rank in ranks if rng.random() < 0.5)
         segments = self.segments()
-        before = ["eval", "metric", "metric", "zero_grad"]
+        before = ["eval", "metric", "metric", "zero_grad", "grad", "swap"]
         if self.reduce_every != "boundary":  # there ranks may run unequal numbers of passes, and reduce in any of them
             before.append("flush")
         return Pass(
@@ -366,6 +367,15 @@ class _Run:
             self.engine.record_metric(f"metric{self.rank % 2}", self.rank, 2)
         elif name == "zero_grad":
             self.engine.zero_grad()
+        elif name == "grad" and self.rank % 2 == 0:
+            x = torch.zeros((), requires_grad=True)
+            # torch.autograd.grad is not for reentrant checkpoints.
+            segments = [replace(segment, checkpoint=None) for segment in one.segments[self.rank]]
+            output = self.engine(x, segments, coefficients(self.program, one, self.rank))
+            assert torch.autograd.grad(output, x)[0] > 0
+        elif name == "swap":
+            for p in self.engine.module.p:
+                p.data = p.data.clone()
 
     def forward(self, one, forward=0, module=None):
         x = torch.zeros((), requires_grad=True)
@@ -398,20 +408,20 @@ class _Run:
             self.engine_backward(loss, one, scale_wrt_gas=kind != "unscaled")
 
     def engine_backward(self, loss, one, **kwargs):
-        value = loss.item()
+        value, tokens = loss.item(), one.tokens[self.rank]
         if self.program.loss_reduction is None:
+            self.engine.backward(loss, **kwargs)
             additive = not kwargs.get("scale_wrt_gas", True)
             self.additive += additive
-            self.losses.append((value, 1 / self.program.gas if additive else 1))
-            self.engine.backward(loss, **kwargs)
-            return
-        tokens = one.tokens[self.rank]
-        self.losses.append((value if tokens else 0.0, tokens))
-        if self.program.loss_reduction == "mean":
-            loss = loss / tokens if tokens else loss * math.nan
-        elif not tokens:
-            loss = loss * math.nan
-        self.engine.backward(loss, num_tokens=tokens, **kwargs)
+            entry = (value, 1 / self.program.gas if additive else 1)
+        else:
+            if self.program.loss_reduction == "mean":
+                loss = loss / tokens if tokens else loss * math.nan
+            elif not tokens:
+                loss = loss * math.nan
+            self.engine.backward(loss, num_tokens=tokens, **kwargs)
+            entry = (value if tokens else 0.0, tokens)
+        self.losses.append(entry)  # a backward that raised is not reported
 
     # -- observing
 
