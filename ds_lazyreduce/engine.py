@@ -18,6 +18,7 @@ from deepspeed.utils import log_dist
 
 from . import config as lazy_config
 from .agreement import check_agreement
+from .autograd_graph import reached_leaves
 from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
 from .checkpoint_guard import CheckpointGuardMixin
 from .collective_choice import choose_reduce_scatter
@@ -29,7 +30,7 @@ from .metrics import DeferredMetrics, Scalar, over_group
 from .reduction_stream import overlap_notes
 from .stock_keys import check_against_deepspeed, stock_key_notes
 from .version import __version__
-from .zero_backward import PartitionSettings, reached_leaves
+from .zero_backward import PartitionSettings
 from .zero_optimizer import LazyZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")

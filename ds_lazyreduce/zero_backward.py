@@ -1,4 +1,4 @@
-"""From a parameter's gradient to the gradient partition: hooks, the backward pass, and whoever reads gradients."""
+"""From a parameter's gradient to the gradient partition: hooks and the backward pass."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -16,13 +15,14 @@ from deepspeed.runtime.torch_autocast import get_autocast_dtype
 from deepspeed.utils.torch import register_grad_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .autograd_graph import reached_leaves
 from .bucket import Bucket, Slot
 from .bucket_chain import AccumulatingChain, BucketChain
 from .bucket_layout import initial_order
 from .buffer_pool import BufferPool
 from .collectives import ReduceScatter
 from .config import ConfigError
-from .failures import during, inherit_timeout
+from .failures import inherit_timeout
 from .message_size import small_messages
 from .reduce_schedule import make_schedule
 from .reduction_stream import make_streams
@@ -64,29 +64,6 @@ class PartitionSettings:
     verify_every: int = 0
 
 
-class _DrainingGradients(dict):
-    """``averaged_gradients``: whoever reads a gradient first completes what is in flight.
-
-    (Reads come from ``safe_get_full_grad`` and friends, which are collective: every rank reads.)
-    """
-
-    def __init__(self, drain: Callable[[], None]):
-        super().__init__()
-        self._drain = drain
-
-    def __contains__(self, key) -> bool:
-        self._drain()
-        return super().__contains__(key)
-
-    def __getitem__(self, key):
-        self._drain()
-        return super().__getitem__(key)
-
-    def get(self, key, default=None):
-        self._drain()
-        return super().get(key, default)
-
-
 class ReducingZeroOptimizer(StockStateZeroOptimizer):
     """ZeRO-2 whose gradients go through a ``BucketChain`` into the fp32 gradient partition."""
 
@@ -117,8 +94,6 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
     # -- construction ----------------------------------------------------------------------------
 
     def initialize_gradient_partitioning_data_structures(self):
-        # Before anything captures `averaged_gradients`: reading a gradient must drain first.
-        self.averaged_gradients = _DrainingGradients(self._complete_for_reader)
         super().initialize_gradient_partitioning_data_structures()
         self._build_chain()
 
@@ -247,56 +222,6 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
     def _settle_gradients(self) -> None:
         self.chain.drain()
 
-    def _link_all_hp_params(self):
-        super()._link_all_hp_params()
-        for param, slot in self._slots.items():
-            before_set = partial(self._before_set_gradient, slot)
-            self._check_first(param, "get_full_hp_grad", partial(self._before_gradient, slot))
-            self._check_first(param, "set_full_hp_grad", before_set)
-
-    def _before_gradient(self, slot: Slot) -> None:
-        """Before all ranks read or set the gradient of one parameter."""
-        self._complete_on_all_ranks()
-        if self._group_of_bucket[slot.bucket.index].gradient is None:
-            raise ValueError(
-                f"lazy_reduce: there is no gradient of {slot.name}: it can be read and set after a backward pass "
-                "and before step()"
-            )
-
-    def _before_set_gradient(self, slot: Slot, value: torch.Tensor) -> None:
-        self._check_numel(slot.name, value, slot.numel)
-        self._before_gradient(slot)
-        self._verification.forget_window()
-
-    def _complete_on_all_ranks(self) -> None:
-        """Before all ranks read or set a gradient: they agree on what only some of them know."""
-        self.complete_broken_pass()
-        if self.chain.is_open:  # ranks stand at different places of it
-            raise RuntimeError("lazy_reduce: gradients can be read and set after a backward pass, not within one")
-        self.chain.drain()
-        late = torch.tensor(self.chain.has_accumulated(), dtype=torch.int32, device=self.device)
-        with during("the agreement on late gradients", "No gradient was read or set.", self.dp_process_group):
-            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        which = late.bool().tolist()
-        if self._settings.reduce_every != 1 or self._coalesce_grad_reduction:
-            self._refuse_unreduced(which)
-        elif any(which):  # the others with zeros, so that they have a gradient, too
-            self.chain.reduce_accumulated([True] * len(which))
-
-    def _complete_for_reader(self) -> None:
-        if self.chain.is_open:
-            return  # the base class's own bookkeeping within a backward pass
-        self.chain.drain()
-        self._refuse_unreduced(self.chain.has_accumulated())
-
-    def _refuse_unreduced(self, which: list[bool]) -> None:
-        if any(which):
-            names = [bucket.describe() for bucket in self.chain.buckets if which[bucket.index]]
-            raise RuntimeError(
-                f"lazy_reduce: gradients of {', '.join(names)} are in local accumulators and not reduced before "
-                "step(): reduce_every is not 1, or they arrived outside a backward pass of the engine"
-            )
-
     # -- the backward pass: one micro-step -------------------------------------------------------
 
     def begin_pass(self, num_tokens: int | torch.Tensor | None) -> None:
@@ -418,28 +343,3 @@ class ReducingZeroOptimizer(StockStateZeroOptimizer):
     def token_prescale(self) -> float:
         """What the losses of this window are multiplied with; see ``TokenWindow``."""
         return self._token_window.prescale
-
-
-def reached_leaves() -> Literal["all", "some", "none"]:
-    """Within an output's gradient hook: which leaves under that output get a gradient in the running pass.
-
-    "all": of a ``loss.backward()``, which is a micro-step even where it reaches no parameter of ours; the first leaf
-    found answers for all. "some": of a backward that names its inputs. "none": of a ``torch.autograd.grad``, which
-    is no backward pass to us: it yields no gradient of a parameter, and other ranks need not run it.
-    """
-    node = torch._C._current_autograd_node()
-    todo = [] if node is None else [node]
-    seen, leaves = set(todo), 0
-    while todo:
-        node = todo.pop()
-        if not node.next_functions:
-            leaves += 1
-            try:
-                if torch._C._will_engine_execute_node(node):
-                    return "all" if leaves == 1 else "some"
-            except RuntimeError:  # torch's answer for a leaf whose gradient torch.autograd.grad was asked for
-                return "none"
-        found = [function for function, _ in node.next_functions if function is not None and function not in seen]
-        seen.update(found)
-        todo += found
-    return "none"

@@ -23,12 +23,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from .failures import during
 from .gradient_scalars import HEADER, StepScalars, agree, local_norm_squared
 from .parameter_gather import STAGED_ELEMENTS, ParameterGather
-from .zero_backward import ReducingZeroOptimizer
+from .zero_access import AccessibleZeroOptimizer
 
 logger = logging.getLogger("ds_lazyreduce")
 
 
-class LazyZeroOptimizer(ReducingZeroOptimizer):
+class LazyZeroOptimizer(AccessibleZeroOptimizer):
     """ZeRO-2 with chained fp32 reduce-scatters. Built by the engine in place of the stock class."""
 
     def __init__(self, *args, allgather_bucket_size, **kwargs):

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from deepspeed import comm as dist
@@ -208,48 +207,6 @@ class BucketedZeroOptimizer(DeepSpeedZeroOptimizer):
             super()._link_all_hp_params()
         finally:
             self.cpu_offload = offload
-        for user_group in self._user_groups:
-            for param in user_group.params:
-                before = partial(self._before_full_param, user_group, param)
-                self._check_first(param, "get_full_hp_param", partial(before, None))
-                self._check_first(param, "set_full_hp_param", before)
-
-    @staticmethod
-    def _check_first(param: torch.Tensor, name: str, check: Callable[..., None]) -> None:
-        """Calls ``check`` with its arguments before the method ``name`` that stock gave ``param``.
-
-        Stock's fail on the ranks that own a part of the parameter; the others wait for them in a collective. Small
-        parameters have such ranks.
-        """
-        stock = getattr(param, name)
-
-        def checked(*args, **kwargs):
-            check(*args, **kwargs)
-            return stock(*args, **kwargs)
-
-        setattr(param, name, checked)
-
-    def _before_full_param(
-        self, user_group: UserGroup, param: torch.Tensor, value: torch.Tensor | None, optim_state_key: str | None = None
-    ) -> None:
-        """Before all ranks read or set the master of ``param``, or state of its optimizer."""
-        name = self.param_names.get(param, "an unnamed parameter")
-        if value is not None:
-            self._check_numel(name, value, param.numel())
-        if optim_state_key is None:
-            return
-        state = self.optimizer.state.get(user_group.master, {})
-        elementwise = [
-            key for key, kept in state.items() if torch.is_tensor(kept) and kept.shape == user_group.master.shape
-        ]
-        if optim_state_key not in elementwise:
-            there = ", ".join(map(repr, elementwise)) or "nothing before the first step"
-            raise ValueError(f"lazy_reduce: {optim_state_key!r} is no optimizer state of {name}; there is {there}")
-
-    @staticmethod
-    def _check_numel(name: str, value: torch.Tensor, numel: int) -> None:
-        if value.numel() != numel:
-            raise ValueError(f"lazy_reduce: the new value of {name} has {value.numel()} elements, must have {numel}")
 
     def _lazy_init_hp_params_optimizer_state(self):
         # Stock links optimizer state after its first group only, and to one tensor per group.
