@@ -52,13 +52,18 @@ class AccessibleZeroOptimizer(ReducingZeroOptimizer):
             group = self._group_of_bucket[slot.bucket.index]
             _check_first(param, "get_full_hp_grad", partial(self._before_gradient, group, slot))
             _check_first(param, "set_full_hp_grad", partial(self._before_set_gradient, group, slot))
-            _check_first(param, "get_full_hp_param", partial(self._before_full_param, group, slot, None))
-            _check_first(param, "set_full_hp_param", partial(self._before_full_param, group, slot))
+            _check_first(param, "get_full_hp_param", partial(self._before_full_param, param, group, slot, None))
+            _check_first(param, "set_full_hp_param", partial(self._before_full_param, param, group, slot))
 
     # -- masters and optimizer state -------------------------------------------------------------
 
     def _before_full_param(
-        self, group: UserGroup, slot: Slot, value: torch.Tensor | None, optim_state_key: str | None = None
+        self,
+        param: torch.Tensor,
+        group: UserGroup,
+        slot: Slot,
+        value: torch.Tensor | None,
+        optim_state_key: str | None = None,
     ) -> None:
         if value is not None:
             _check_numel(slot, value)
@@ -71,6 +76,10 @@ class AccessibleZeroOptimizer(ReducingZeroOptimizer):
             raise ValueError(
                 f"lazy_reduce: {optim_state_key!r} is no optimizer state of {slot.name}; there is {listed}"
             )
+        mapping = param._hp_mapping
+        if mapping is not None and not _is_view(mapping.optim_fragment.get(optim_state_key), state[optim_state_key]):
+            # The optimizer rebinds its state in `step`, or somebody called its load_state_dict.
+            self._link_optimizer_state()
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -126,6 +135,10 @@ def _check_first(param: torch.Tensor, name: str, check: Callable[..., None]) -> 
         return stock(*args, **kwargs)
 
     setattr(param, name, checked)
+
+
+def _is_view(part: torch.Tensor | None, whole: torch.Tensor) -> bool:
+    return part is not None and part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _check_numel(slot: Slot, value: torch.Tensor) -> None:

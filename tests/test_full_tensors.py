@@ -46,6 +46,35 @@ def refusals():
     return seen, u.safe_get_full_optimizer_state(w, "exp_avg").tolist(), u.safe_get_full_fp32_param(w).tolist()
 
 
+class Rebinding(torch.optim.SGD):
+    """Makes its state anew in every step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["kept"] = param.grad + self.state[param].get("kept", 0)
+
+
+def state_made_anew():
+    from deepspeed import utils as u
+
+    model = OneVec(5)
+    engine = _engine(model, Rebinding(model.parameters(), lr=0.5))
+    seen = []
+    for _ in range(3):
+        engine.backward(engine(_ones(5)))
+        engine.step()
+        seen.append(u.safe_get_full_optimizer_state(model.w, "kept").tolist())
+        u.safe_set_full_optimizer_state(model.w, 10 * torch.tensor(seen[-1]), "kept")
+    return seen
+
+
+def test_state_that_the_optimizer_makes_anew_in_every_step(ranks):
+    for seen in ranks(3).run(state_made_anew, timeout=40):
+        assert seen == [[1.0] * 5, [11.0] * 5, [111.0] * 5]
+
+
 def test_what_is_not_there_is_refused_on_every_rank(ranks):
     for seen, state, master in ranks(3).run(refusals, timeout=40):
         assert (state, master) == ([7.0], [3.0])
