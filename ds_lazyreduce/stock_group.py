@@ -73,12 +73,17 @@ def replace_settings(group: dict, loaded: dict) -> None:
     group.update(settings)
 
 
-def place_scalars(state: dict, user_group: UserGroup) -> None:
-    """Moves one-element tensors to where torch's optimizers keep them: a plain ``step`` on the host."""
-    on_host = {} if user_group.group.get("fused") or user_group.group.get("capturable") else {"step"}
+def place_scalars(state: dict, group: dict) -> None:
+    """Moves one-element tensors to where torch's optimizers keep them: a plain ``step`` on the host.
+
+    Args:
+        state: the wrapped optimizer's, of the one parameter of its param group ``group``.
+    """
+    (master,) = group["params"]
+    on_host = {} if group.get("fused") or group.get("capturable") else {"step"}
     for key, value in state.items():
         if torch.is_tensor(value) and value.numel() == 1 and key not in on_host:
-            state[key] = value.to(user_group.master.device)
+            state[key] = value.to(master.device)
 
 
 def tensors_larger_than_one(value: Any) -> bool:

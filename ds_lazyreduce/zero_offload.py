@@ -45,7 +45,9 @@ class MovableStateZeroOptimizer(BucketedZeroOptimizer):
         self._cut_masters()
         if scalars:
             for (master, key), device in self._scalar_devices.items():
-                self.optimizer.state[master][key] = self.optimizer.state[master][key].to(device)
+                state = self.optimizer.state.get(master, {})
+                if torch.is_tensor(state.get(key)):  # a checkpoint that was loaded meanwhile may lack it
+                    state[key] = state[key].to(device)
         with self._one_param_group_per_bucket():
             self._link_all_hp_params()
         self._link_optimizer_state()

@@ -97,7 +97,8 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         state = defaultdict(dict, {key: value for key, value in self.optimizer.state.items() if key not in masters})
         state.update((partition, values) for partition, values in zip(partitions, states, strict=True) if values)
         param_groups = [
-            {**g.user_group.group, "params": [partition]} for g, partition in zip(groups, partitions, strict=True)
+            {**group, "params": [partition]}
+            for group, partition in zip(self.optimizer.param_groups, partitions, strict=True)
         ]
         with replaced(self, attributes), replaced(self.optimizer, {"state": state, "param_groups": param_groups}):
             yield
@@ -260,10 +261,13 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         else:
             self._restore_from_bit16_weights()
         if load_optimizer_states:
-            for group, loaded_group, state in zip(groups, loaded_groups, loaded_states, strict=True):
-                replace_settings(group.user_group.group, loaded_group)
+            for group, ours, loaded, state in zip(
+                groups, self.optimizer.param_groups, loaded_groups, loaded_states, strict=True
+            ):
+                replace_settings(ours, loaded)
                 if group.user_group.master is not None:
-                    self.optimizer.state[group.user_group.master] = self._our_state(group, state)
+                    self.optimizer.state[group.user_group.master] = state = self._our_state(group, state)
+                    place_scalars(state, ours)
             self._link_optimizer_state()
 
     def _blank_state(self, group: StockGroup) -> dict:
@@ -294,7 +298,6 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
                 state[key] = _copy(value)
         keys = sorted(partitions)  # the same order on every rank
         group.push([partitions[key] for key in keys], [state[key] for key in keys])
-        place_scalars(state, group.user_group)
         return state
 
 

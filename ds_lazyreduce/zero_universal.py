@@ -48,8 +48,8 @@ class UniversalStateZeroOptimizer(BucketedZeroOptimizer):
         finally:
             with self._one_param_group_per_bucket():
                 self._link_all_hp_params()
-        for user_group in self._user_groups:
-            place_scalars(self.optimizer.state[user_group.master], user_group)
+        for user_group, group in zip(self._user_groups, self.optimizer.param_groups, strict=True):
+            place_scalars(self.optimizer.state[user_group.master], group)
         self._link_optimizer_state()
 
     def _address_within_master(self, user_group: UserGroup) -> None:
