@@ -71,15 +71,25 @@ def window_path(directory: str, tag: Any) -> str:
     return os.path.join(directory, str(tag), WINDOW_FILE)
 
 
-def tag_to_load(directory: str, tag: Any, latest: str) -> str | None:
-    """The tag stock's ``load_checkpoint`` will use: the given one, or the content of file ``latest``."""
-    if tag is not None:
-        return tag
+def latest_tag(comm: Any, directory: str, latest: str) -> str | None:
+    """The tag that file ``latest`` names on rank 0, where other ranks may lack it (node-local storage). Collective.
+
+    Raises:
+        CheckpointError: on every rank, if only others have the file, or it is damaged.
+    """
+    path, tag, error = os.path.join(directory, latest), None, None
     try:
-        with open(os.path.join(directory, latest), encoding="utf-8") as file:
-            return file.read().strip()
+        with open(path, encoding="utf-8") as file:
+            tag = file.read().strip()
     except OSError:
-        return None  # stock says so
+        pass  # stock says so
+    except ValueError as caught:
+        error = CheckpointError(f"{path}: cannot be read: {caught}")
+    first, *others = raise_on_every_rank(comm, error, tag)
+    for rank, other in enumerate(others, start=1):
+        if first is None and other is not None:
+            raise CheckpointError(f"{path}: not there on rank 0, and names {other!r} on rank {rank}")
+    return first
 
 
 def on_rank_zero(comm: Any, action: Callable[[], Any]) -> Any:

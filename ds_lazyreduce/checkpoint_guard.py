@@ -111,6 +111,8 @@ class CheckpointGuardMixin:
         )
         with self._errors_that_name_the_file():
             try:
+                if not self._get_all_ckpt_names(load_dir, tag):  # stock says only that an assertion failed
+                    raise CheckpointError(f"{load_dir}: there is no checkpoint with tag {load.tag}")
                 if self.load_universal_checkpoint():
                     self.optimizer.check_universal_folder(os.path.join(load_dir, load.tag, "zero"))
                 result = super()._load_checkpoint(load_dir, tag, **arguments)
@@ -136,7 +138,8 @@ class CheckpointGuardMixin:
 
     def _check_files(self, load: _Load, checkpoint: dict):
         where = f"{load.directory}, tag {load.tag}"
-        missing = {"module", "dp_world_size", "param_shapes"} - set(checkpoint)
+        needed = {"module", "dp_world_size"} | ({"param_shapes"} if load.reads_zero_files else set())
+        missing = needed - set(checkpoint)
         if missing:
             raise CheckpointError(f"{self._get_ckpt_name(load.directory, load.tag)}: lacks {sorted(missing)}")
         if not load.reads_zero_files:

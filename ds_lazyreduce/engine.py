@@ -19,7 +19,7 @@ from deepspeed.utils import log_dist
 from . import config as lazy_config
 from .agreement import check_agreement
 from .autograd_graph import reached_leaves
-from .checkpoint import on_rank_zero, read_window, tag_to_load, window_path, write_window
+from .checkpoint import latest_tag, on_rank_zero, read_window, window_path, write_window
 from .checkpoint_guard import CheckpointGuardMixin
 from .collective_choice import choose_reduce_scatter
 from .config import LazyReduceConfig
@@ -359,19 +359,16 @@ class LazyReduceMixin(CheckpointGuardMixin):
         stock loads nothing.
 
         Raises:
-            CheckpointError: the window's file is damaged; on every rank, before anything is loaded.
+            CheckpointError: the window's file or ``latest`` is damaged; on every rank, before anything is loaded.
         """
         self._complete_broken_pass()
         window = None
         with during(f"loading a checkpoint from {load_dir}", "It may be half loaded."):
-            if not load_module_only:
+            if tag is None:  # all or none must go on: where one loads nothing, the others wait for it
                 latest = "latest_universal" if self.load_universal_checkpoint() else "latest"
-
-                def read():
-                    found = tag_to_load(load_dir, tag, latest)
-                    return None if found is None else read_window(window_path(load_dir, found))
-
-                window = on_rank_zero(torch.distributed, read)
+                tag = latest_tag(torch.distributed, load_dir, latest)
+            if tag is not None and not load_module_only:
+                window = on_rank_zero(torch.distributed, lambda: read_window(window_path(load_dir, tag)))
             loaded = super().load_checkpoint(
                 load_dir,
                 tag,

@@ -1,5 +1,6 @@
 """Checkpoints written here load in plain DeepSpeed and the other way round, bit for bit."""
 
+import copy
 import dataclasses
 import glob
 import os
@@ -360,6 +361,29 @@ def test_settings_are_loaded_into_the_groups_the_user_holds(ranks, tmp_path):
     ranks(2).run(the_users_group_stays, str(tmp_path))
 
 
+def reloaded_by_its_own_method(folder):
+    """The wrapped optimizer's own `load_state_dict` makes new groups, and new state."""
+    engine = build(150)
+    train(engine, 0, 1)
+    wrapped = engine.optimizer.optimizer
+    wrapped.load_state_dict(copy.deepcopy(wrapped.state_dict()))
+    wrapped.param_groups[1]["lr"] = 0.5
+    train(engine, 1, 2)
+    saved = moments(engine, "exp_avg")
+    engine.save_checkpoint(folder)
+    wrapped.param_groups[1]["lr"] = 0.25
+    train(engine, 2, 3)
+    engine.load_checkpoint(folder)
+    assert wrapped.param_groups[1]["lr"] == 0.5
+    assert_same(saved, moments(engine, "exp_avg"))
+
+
+def test_groups_and_state_that_somebody_replaced(ranks, tmp_path):
+    ranks(2).run(reloaded_by_its_own_method, str(tmp_path))
+    for state in zero_files(tmp_path):
+        assert [group["lr"] for group in state["base_optimizer_state"]["param_groups"]] == [1e-2, 0.5]
+
+
 def refused_save(folder):
     engine = build(150, "Adafactor")
     train(engine, 0, 1)
@@ -420,6 +444,57 @@ def test_a_missing_file_is_named_on_every_rank(ranks, tmp_path):
     os.remove(file)
     for message in ranks(2).run(refused_load, str(tmp_path), {}):
         assert file in message
+
+
+def nothing_but_weights(folder):
+    engine = build(150)
+    engine.load_checkpoint(folder, load_module_only=True)
+    masters = trainable_masters(engine)
+    engine.load_checkpoint(folder, load_optimizer_states=False)
+    assert_same(masters, trainable_masters(engine))
+    return masters
+
+
+def test_weights_alone_need_no_list_of_the_optimizers_parameters(ranks, tmp_path):
+    saved, _ = ranks(2).run(save_trained, str(tmp_path), steps=1)[0]
+    content = model_file(tmp_path)
+    del content["param_shapes"]
+    file = damaged(str(tmp_path), "*model_states.pt", content)
+    rounded = {name: master.bfloat16().float() for name, master in saved.items()}
+    assert_same(rounded, ranks(2).run(nothing_but_weights, str(tmp_path))[0])
+    for message in ranks(2).run(refused_load, str(tmp_path), {}):
+        assert f"{file}: lacks ['param_shapes']" in message
+
+
+def test_a_tag_that_does_not_exist(ranks, tmp_path):
+    (tmp_path / "latest").write_text("global_step7")
+    for message in ranks(2).run(refused_load, str(tmp_path), {}):
+        assert message == f"CheckpointError: {tmp_path}: there is no checkpoint with tag global_step7"
+
+
+def loaded_where_one_rank_has_latest(folder, has_it):
+    """Each rank on storage of its own; rank 0 alone, or rank 1 alone, finds the file `latest`."""
+    from deepspeed import comm as dist
+
+    own = folder if dist.get_rank() == has_it else f"{folder}/elsewhere"
+    if dist.get_rank() != has_it:
+        os.symlink(f"{folder}/global_step1", f"{own}/global_step1")
+    engine = build(150)
+    path, _ = engine.load_checkpoint(own)
+    return os.path.dirname(path), trainable_masters(engine)
+
+
+def test_latest_on_rank_zero_only_names_the_tag_for_all(ranks, tmp_path):
+    saved, _ = ranks(2).run(save_trained, str(tmp_path), steps=1)[0]
+    (tmp_path / "elsewhere").mkdir()
+    loaded = ranks(2).run(loaded_where_one_rank_has_latest, str(tmp_path), 0)
+    assert_same([saved, saved], [masters for _, masters in loaded])
+    paths = [str(tmp_path / "global_step1"), str(tmp_path / "elsewhere" / "global_step1")]
+    assert [path for path, _ in loaded] == paths
+    (tmp_path / "elsewhere" / "global_step1").unlink()
+    for error in ranks(2).run_expect_error(loaded_where_one_rank_has_latest, str(tmp_path), 1):
+        expected = "latest: not there on rank 0, and names 'global_step1' on rank 1"
+        assert error.type == "CheckpointError" and error.message.endswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -547,6 +622,22 @@ def test_offloaded_states_come_back(ranks, tmp_path):
         folder = tmp_path / "_".join(["all", *kinds])
         assert_same(expected, ranks(2).run(offloaded, str(folder), kinds))
         assert_same_checkpoints(folder / "before", folder / "offloaded")
+
+
+def loaded_while_offloaded(folder):
+    engine = build(150)
+    engine.save_checkpoint(folder)
+    train(engine, 0, 2)
+    expected = trainable_masters(engine)
+    engine.offload_states(pin_memory=False)
+    engine.load_checkpoint(folder)  # it has no optimizer state
+    engine.reload_states()
+    train(engine, 0, 2)
+    assert_same(expected, trainable_masters(engine))
+
+
+def test_a_checkpoint_without_optimizer_state_while_that_is_offloaded(ranks, tmp_path):
+    ranks(2).run(loaded_while_offloaded, str(tmp_path))
 
 
 def with_frozen_group(folder):
