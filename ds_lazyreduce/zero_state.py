@@ -96,9 +96,10 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         masters = {g.user_group.master for g in groups}
         state = defaultdict(dict, {key: value for key, value in self.optimizer.state.items() if key not in masters})
         state.update((partition, values) for partition, values in zip(partitions, states, strict=True) if values)
+        # A group that somebody added later is, as in stock, not trained.
         param_groups = [
             {**group, "params": [partition]}
-            for group, partition in zip(self.optimizer.param_groups, partitions, strict=True)
+            for group, partition in zip(self.optimizer.param_groups, partitions, strict=False)
         ]
         with replaced(self, attributes), replaced(self.optimizer, {"state": state, "param_groups": param_groups}):
             yield
@@ -253,7 +254,8 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
             super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
             # torch's load_state_dict has put new dicts in place of the groups.
             loaded_groups = self.optimizer.param_groups
-            loaded_states = [self.optimizer.state.get(partition, {}) for partition in partitions]
+            loaded_states = [self.optimizer.state.pop(partition, {}) for partition in partitions]
+            other_state = {key: _copy(value) for key, value in self.optimizer.state.items()}
         if load_from_fp32_weights:
             for group, partition in zip(groups, partitions, strict=True):
                 if group.user_group.master is not None:
@@ -261,13 +263,17 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         else:
             self._restore_from_bit16_weights()
         if load_optimizer_states:
+            before = dict(self.optimizer.state)
+            self.optimizer.state.clear()
+            self.optimizer.state.update(other_state)
             for group, ours, loaded, state in zip(
-                groups, self.optimizer.param_groups, loaded_groups, loaded_states, strict=True
+                groups, self.optimizer.param_groups, loaded_groups, loaded_states, strict=False
             ):
                 replace_settings(ours, loaded)
-                if group.user_group.master is not None:
-                    self.optimizer.state[group.user_group.master] = state = self._our_state(group, state)
-                    place_scalars(state, ours)
+                master = group.user_group.master
+                if master is not None:
+                    self.optimizer.state[master] = self._our_state(group, before.get(master, {}), state)
+                    place_scalars(self.optimizer.state[master], ours)
             self._link_optimizer_state()
 
     def _blank_state(self, group: StockGroup) -> dict:
@@ -284,9 +290,9 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
             for key, value in state.items()
         }
 
-    def _our_state(self, group: StockGroup, loaded: dict) -> dict:
+    def _our_state(self, group: StockGroup, current: dict, loaded: dict) -> dict:
+        """State with the ``loaded`` values, in the memory of ``current`` where that fits. Collective."""
         master = group.user_group.master
-        current = self.optimizer.state.get(master, {})
         state, partitions = {}, {}
         for key, value in loaded.items():
             if group.is_partition(value):

@@ -384,6 +384,31 @@ def test_groups_and_state_that_somebody_replaced(ranks, tmp_path):
         assert [group["lr"] for group in state["base_optimizer_state"]["param_groups"]] == [1e-2, 0.5]
 
 
+def state_of_no_parameter(folder):
+    """torch's optimizers may keep state under any key."""
+    engine = build(150)
+    train(engine, 0, 1)
+    state = engine.optimizer.optimizer.state
+    state["whole"] = {"count": 3, "scale": torch.tensor(2.0)}
+    engine.save_checkpoint(folder)
+    state["whole"]["scale"].add_(1)
+    state["later"] = {}
+    engine.load_checkpoint(folder)
+    seen = [{key: value for key, value in state.items() if isinstance(key, str)}]
+    engine.destroy()
+    for bucket in (None, 400):
+        engine = build(bucket)
+        engine.load_checkpoint(folder)
+        seen.append({key: value for key, value in engine.optimizer.optimizer.state.items() if isinstance(key, str)})
+        engine.destroy()
+    return seen
+
+
+def test_state_that_belongs_to_no_parameter(ranks, tmp_path):
+    for seen in ranks(2).run(state_of_no_parameter, str(tmp_path)):
+        assert_same(seen, 3 * [{"whole": {"count": 3, "scale": torch.tensor(2.0)}}])
+
+
 def refused_save(folder):
     engine = build(150, "Adafactor")
     train(engine, 0, 1)
