@@ -98,7 +98,8 @@ class StockStateZeroOptimizer(UniversalStateZeroOptimizer, MovableStateZeroOptim
         state.update((partition, values) for partition, values in zip(partitions, states, strict=True) if values)
         # A group that somebody added later is, as in stock, not trained.
         param_groups = [
-            {**group, "params": [partition]}
+            {key: value.clone() if torch.is_tensor(value) else value for key, value in group.items()}
+            | {"params": [partition]}
             for group, partition in zip(self.optimizer.param_groups, partitions, strict=False)
         ]
         with replaced(self, attributes), replaced(self.optimizer, {"state": state, "param_groups": param_groups}):

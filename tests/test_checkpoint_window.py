@@ -125,16 +125,25 @@ def _own(engine, state):
     return [state if rank == _rank() else None for rank in range(dist.get_world_size())]
 
 
+def _warm_up(engine, first, last):
+    for step in range(first, last):
+        for group in engine.optimizer.param_groups:
+            group["lr"].add_(1e-2)  # in place, as torch's schedulers change a tensor
+        train(engine, step, step + 1)
+
+
 def there_and_back_in_memory(**keys):
     engine = build(150, **keys)
-    train(engine, 0, 2)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = torch.tensor(0.0)
+    _warm_up(engine, 0, 2)
     kept, module = engine.optimizer.state_dict(), {k: v.clone() for k, v in engine.module.state_dict().items()}
-    train(engine, 2, 4)
+    _warm_up(engine, 2, 4)
     expected = _state(engine)
     for _ in range(2):  # the state dict is a copy, and stays one when it has been loaded
         engine.module.load_state_dict(module)
         engine.optimizer.load_state_dict(_own(engine, kept), load_from_fp32_weights=True)
-        train(engine, 2, 4)
+        _warm_up(engine, 2, 4)
         assert_same(expected, _state(engine))
 
 
