@@ -77,7 +77,8 @@ class AccessibleZeroOptimizer(ReducingZeroOptimizer):
                 f"lazy_reduce: {optim_state_key!r} is no optimizer state of {slot.name}; there is {listed}"
             )
         mapping = param._hp_mapping
-        if mapping is not None and not _is_view(mapping.optim_fragment.get(optim_state_key), state[optim_state_key]):
+        linked = mapping and (mapping.optim_fragment or {}).get(optim_state_key)
+        if mapping is not None and not _is_view(linked, state[optim_state_key]):
             # The optimizer rebinds its state in `step`, or somebody called its load_state_dict.
             self._link_optimizer_state()
 

@@ -48,7 +48,7 @@ class UniversalStateZeroOptimizer(BucketedZeroOptimizer):
         finally:
             with self._one_param_group_per_bucket():
                 self._link_all_hp_params()
-        for user_group, group in zip(self._user_groups, self.optimizer.param_groups, strict=True):
+        for user_group, group in zip(self._user_groups, self.optimizer.param_groups, strict=False):
             place_scalars(self.optimizer.state[user_group.master], group)
         self._link_optimizer_state()
 

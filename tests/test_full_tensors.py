@@ -61,7 +61,11 @@ def state_made_anew():
 
     model = OneVec(5)
     engine = _engine(model, Rebinding(model.parameters(), lr=0.5))
-    seen = []
+    wrapped = engine.optimizer.optimizer
+    (master,) = wrapped.param_groups[0]["params"]
+    wrapped.state[master]["kept"] = torch.full_like(master, 0.5)  # before the first step
+    seen = [u.safe_get_full_optimizer_state(model.w, "kept").tolist()]
+    wrapped.state.clear()
     for _ in range(3):
         engine.backward(engine(_ones(5)))
         engine.step()
@@ -72,7 +76,7 @@ def state_made_anew():
 
 def test_state_that_the_optimizer_makes_anew_in_every_step(ranks):
     for seen in ranks(3).run(state_made_anew, timeout=40):
-        assert seen == [[1.0] * 5, [11.0] * 5, [111.0] * 5]
+        assert seen == [[0.5] * 5, [1.0] * 5, [11.0] * 5, [111.0] * 5]
 
 
 def test_what_is_not_there_is_refused_on_every_rank(ranks):
