@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
+import torch.distributed as torch_dist
 from deepspeed import comm as dist
 
 from .collectives import AllToAll, BackendReduceScatter, ReduceScatter, SingleRank
@@ -19,10 +20,9 @@ logger = logging.getLogger("ds_lazyreduce")
 def choose_reduce_scatter(
     section: GradientPartitionConfig, accumulate: Accumulate, host_of_rank: Sequence[int], group
 ) -> ReduceScatter:
-    """The reduce-scatter for the data-parallel ranks of ``group``. Collective over all ranks where it has two hops.
+    """The reduce-scatter for the data-parallel ranks of ``group``. Collective over all ranks of a job on several hosts.
 
-    All ranks agree, though each sees its own group only: where every host runs as many ranks as the others, the
-    groups of a job lie on them alike, and where not, ``"auto"`` is flat for every group.
+    All ranks agree: where some group does not lie on hosts as the others do, ``"auto"`` is flat for every group.
 
     Args:
         host_of_rank: for every global rank its host.
@@ -39,22 +39,36 @@ def choose_reduce_scatter(
     node_size = section.node_size
     if node_size == "auto":
         obstacle = _irregularity(host_of_rank, hosts)
-        node_size = 1 if obstacle else hosts.count(hosts[0])
+        node_size = hosts.count(hosts[0])
     else:
         obstacle = f"{ranks} ranks make no nodes of {node_size}" if ranks % node_size else None
+    spans_hosts = len(set(hosts)) > 1
+    wanted = section.collective == "hierarchical" or (section.collective == "auto" and spans_hosts)
+    two_hops = wanted and 1 < node_size < ranks
+    if section.collective != "all_to_all" and len(set(host_of_rank)) > 1:
+        obstacle = _obstacle_of_any_group(obstacle, two_hops)
     if section.collective == "hierarchical" and obstacle:
         raise ConfigError(
             f"lazy_reduce.gradient_partition.node_size: got {show(section.node_size)}, but {obstacle}; expected a "
             f"divisor of the {ranks} ranks of the data-parallel group, or the same number of consecutive ranks on "
             'every host, or collective "all_to_all"'
         )
-    spans_hosts = len(set(hosts)) > 1
-    wanted = section.collective == "hierarchical" or (section.collective == "auto" and spans_hosts)
-    if wanted and 1 < node_size < ranks:
+    if two_hops and not obstacle:
         return TwoHops(group, node_size, accumulate, section.across_dtype == "wire")
     if spans_hosts and dist.get_rank() == 0:
         _warn_of_flat(section, hosts, obstacle)
     return AllToAll(group, hosts if section.node_size == "auto" else [rank // node_size for rank in range(ranks)])
+
+
+def _obstacle_of_any_group(obstacle: str | None, two_hops: bool) -> str | None:
+    """What keeps two hops from some group of the job, if anything does. Collective over all ranks."""
+    found: list[tuple[str | None, bool]] = [(None, False)] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(found, (obstacle, two_hops))
+    if obstacle is None:
+        obstacle = next((other for other, _ in found if other), None)
+    if obstacle is None and len({wanted for _, wanted in found}) > 1:
+        obstacle = "some data-parallel groups of this job span hosts and others do not"
+    return obstacle
 
 
 def _irregularity(host_of_rank: Sequence[int], hosts: Sequence[int]) -> str | None:
