@@ -89,15 +89,15 @@ def agree(
     all_reduce: Callable[[torch.Tensor], None],
 ) -> StepScalars:
     """Sums the scalars over all ranks with one call of ``all_reduce`` and reads them on the host."""
-    pack = torch.empty(HEADER + len(late), dtype=norm_squared.dtype, device=norm_squared.device)
+    pack = torch.zeros(HEADER + len(late), dtype=norm_squared.dtype, device=norm_squared.device)
     finite = torch.isfinite(norm_squared)
     pack[0] = torch.where(finite, norm_squared, 0)  # so that NaN does not hide in the sum
     pack[1] = ~finite
-    pack[2] = float(void)
-    pack[3] = tokens
-    pack[4] = float(wrong)
-    pack[5] = float(any(late))
-    pack[HEADER:] = torch.tensor(late, dtype=pack.dtype)
+    # `pack[2] = 1.0` would copy from the host, which waits there for all that the device has been given.
+    for index, value in enumerate((float(void), tokens, float(wrong), float(any(late))), start=2):
+        pack[index].fill_(value)
+    for index in (index for index, flag in enumerate(late, start=HEADER) if flag):
+        pack[index].fill_(1.0)
     all_reduce(pack)
     norm, non_finite, voided, total_tokens, wrong_anywhere, any_late, *late_anywhere = pack.tolist()
     is_finite = non_finite == 0 and math.isfinite(norm)

@@ -101,7 +101,7 @@ class OpenWindow:
     def pack(self) -> torch.Tensor:
         """A new ``[1 + agreed names, 2]`` float64 tensor to be summed over ranks. The window stays open."""
         pack = self._sums[: 1 + len(self.agreed)].clone()
-        pack[0, 0] = float(self.has_new_names())
+        pack[0, 0].fill_(self.has_new_names())  # setting the item would copy from the host, which waits there
         return pack
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ class LazyZeroOptimizer(AccessibleZeroOptimizer):
         self._global_grad_norm = None
         if self.compute_grad_norm:
             norm = math.inf if self.overflow else scalars.norm / divisor
-            self._global_grad_norm = torch.tensor(norm, dtype=torch.float32, device=self.device)
+            self._global_grad_norm = torch.full((), norm, dtype=torch.float32, device=self.device)
         if not self.overflow:
             self._unscale_and_clip(divisor, scalars.norm)
         elif empty:

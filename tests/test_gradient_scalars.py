@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_lazyreduce.gradient_scalars import agree, local_norm_squared
+from ds_lazyreduce.metrics import OpenWindow
 
 CPU = torch.device("cpu")
 
@@ -47,3 +49,33 @@ def test_a_non_finite_gradient_anywhere_is_seen_everywhere(bad):
     there = agree(torch.tensor(4.0, dtype=torch.float64), False, 0, [], False, _two_ranks([0.0, 1, 0, 0, 0, 0]))
     for scalars in (here, there):
         assert not scalars.is_finite and scalars.norm == math.inf
+
+
+class HostCopies(TorchDispatchMode):
+    """Counts copies of numbers of the host, as of ``pack[2] = 1.0``: on a GPU the host waits in each of them."""
+
+    def __init__(self, *on_device):
+        super().__init__()
+        self.made, self.count = list(on_device), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self.count += not any(args[1] is tensor for tensor in self.made)
+        elif func is not torch.ops.aten.lift_fresh.default:  # of torch.tensor
+            self.made.append(result)
+        return result
+
+
+@pytest.mark.parametrize("late", [[False, False], [False, True]])
+@pytest.mark.parametrize("tokens", [3, torch.tensor(3.0, dtype=torch.float64)])
+def test_nothing_is_copied_from_the_host(late, tokens):
+    norm_squared = torch.tensor(4.0, dtype=torch.float64)
+    with HostCopies(norm_squared, tokens) as copies:
+        agree(norm_squared, True, tokens, late, False, lambda pack: None)
+    assert copies.count == 0
+    window = OpenWindow("cpu")
+    window.add("loss", 1.0, 1)
+    with HostCopies() as copies:
+        assert window.pack().tolist() == [[1.0, 0.0]]
+    assert copies.count == 0
