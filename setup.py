@@ -33,9 +33,9 @@ def has_cuda_torch(op_builder):
 
 
 def cuda_targets():
-    """TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX") as ["80", "90"]; without it nvcc's all major ones."""
+    """TORCH_CUDA_ARCH_LIST ("8.0;9.0+PTX") as ["80", "90+PTX"]; without it nvcc's all major ones."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    return [target.removesuffix("+PTX").replace(".", "") for target in listed]
+    return [target.replace(".", "") for target in listed]
 
 
 class BuildKernel(build_ext):

@@ -224,7 +224,8 @@ def compile_module(backend: str, targets: list[str], binary: Path, seconds: floa
 
     Args:
         backend: ``"cpu"``, or ``"cuda"`` / ``"hip"`` for a module that also has the GPU entry point.
-        targets: compute capabilities (``"90"``) or gfx names; none with CUDA means all major ones.
+        targets: compute capabilities (``"90"``, with PTX for later ones ``"90+PTX"``) or gfx names; none with CUDA
+            means all major ones.
         seconds: what all the compilers together may take.
     """
     deadline, folder = time.monotonic() + seconds, binary.parent
@@ -236,8 +237,8 @@ def compile_module(backend: str, targets: list[str], binary: Path, seconds: floa
         gpu_source, gpu_object = str(source / "fused_accumulate_gpu.cu"), str(binary.with_name("gpu.o"))
         if backend == "cuda":
             nvcc = find_nvcc()
-            arch = [f"-gencode=arch=compute_{t},code=sm_{t}" for t in targets] or ["-arch=all-major"]
-            host = ["-ccbin", cxx[0]] if os.environ.get("CXX") else []
+            arch = [_gencode(target) for target in targets] or ["-arch=all-major"]
+            host = ["-ccbin", _without_launcher(cxx)] if os.environ.get("CXX") else []
             _run([nvcc, *NVCC_FLAGS, *arch, *host, "-c", gpu_source, "-o", gpu_object], folder, deadline)
             root = Path(nvcc).resolve().parent.parent
             libraries = [f"-L{root}/lib64", f"-L{root}/lib", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
@@ -253,6 +254,19 @@ def compile_module(backend: str, targets: list[str], binary: Path, seconds: floa
         _run([*link, "-fopenmp"], folder, deadline)
     except KernelBuildError:
         _run(link, folder, deadline)  # a compiler without OpenMP: one thread, the same bits
+
+
+def _gencode(target: str) -> str:
+    number = target.removesuffix("+PTX")
+    code = f"[sm_{number},compute_{number}]" if target.endswith("+PTX") else f"sm_{number}"
+    return f"-gencode=arch=compute_{number},code={code}"
+
+
+def _without_launcher(cxx: list[str]) -> str:
+    """The compiler itself, which nvcc calls with arguments of its own, where ``CXX`` is "ccache g++"."""
+    if len(cxx) > 1 and Path(cxx[0]).name in ("ccache", "sccache", "distcc", "icecc"):
+        return _find_program(cxx[1], [])
+    return cxx[0]
 
 
 def _run(command: list[str], folder: Path, deadline: float) -> None:

@@ -338,3 +338,29 @@ def test_the_cuda_module_builds_links_and_loads(needs_compiler, tmp_path):
     binary = tmp_path / "_kernel.so"
     op_builder.compile_module("cuda", ["80", "90", "100"], binary, seconds=240)
     check_module(binary, ".*driver")
+
+
+def test_targets_with_ptx_and_a_launcher_in_cxx(needs_compiler, tmp_path, monkeypatch):
+    """What ``TORCH_CUDA_ARCH_LIST`` and ``CXX`` may say reaches nvcc, whose host compiler is no launcher."""
+    nvcc, cxx = tmp_path / "nvcc", op_builder.find_cxx()[0]
+    nvcc.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments; exit 1\n')
+    (tmp_path / "ccache").write_text('#!/bin/sh\nexec "$@"\n')
+    for program in (nvcc, tmp_path / "ccache"):
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CXX", f"ccache {cxx}")
+    monkeypatch.setattr(op_builder, "find_nvcc", lambda: str(nvcc))
+    with pytest.raises(KernelBuildError, match="nvcc failed with status 1"):
+        op_builder.compile_module("cuda", ["80", "90+PTX"], tmp_path / "_kernel.so")
+    arguments = (tmp_path / "arguments").read_text().split()
+    assert "-gencode=arch=compute_80,code=sm_80" in arguments
+    assert "-gencode=arch=compute_90,code=[sm_90,compute_90]" in arguments
+    assert arguments[arguments.index("-ccbin") + 1] == cxx
+
+
+def test_setup_passes_on_the_architectures_asked_for(monkeypatch):
+    lines = (ROOT / "setup.py").read_text().split("setup(\n")[0]
+    setup = {"__file__": str(ROOT / "setup.py"), "__name__": "setup"}
+    exec(compile(lines, "setup.py", "exec"), setup)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0 10.0+PTX")
+    assert setup["cuda_targets"]() == ["80", "90", "100+PTX"]
