@@ -104,6 +104,8 @@ class ReductionStream(InOrder):
             if producer == home:
                 take(param)
                 return
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                param.grad = param.grad.to_dense()  # only strided tensors have a record_stream
             home.wait_stream(producer)
             if param.grad is not None:
                 param.grad.record_stream(home)  # the producer's memory, read on home: not to be reused before that

@@ -375,6 +375,17 @@ def test_a_hook_leaves_the_current_stream_as_it_was_and_passes_on_a_parameter_wi
     assert seen == [(param, "home")]
 
 
+def test_a_sparse_gradient_of_another_stream_is_made_dense_there(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.layout))
+    sim, recorded, taken = Simulator(), [], []
+    param = Param(None)
+    param.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([2.0]), (3,), check_invariants=True)
+    hook = make_streams(sim).bring_home(lambda param: taken.append(param.grad.tolist()))
+    with sim.on("side"):
+        hook(param)
+    assert recorded == [torch.strided] and taken == [[0.0, 2.0, 0.0]]
+
+
 def test_a_device_without_streams_needs_nothing():
     class Cpu:
         def current_stream(self):
