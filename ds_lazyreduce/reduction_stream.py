@@ -161,14 +161,21 @@ def make_streams(accelerator: Any) -> InOrder:
     return InOrder() if accelerator.current_stream() is None else ReductionStream(accelerator)
 
 
+_BLOCKING = {
+    "TORCH_NCCL_BLOCKING_WAIT": "the host waits for each collective",
+    "NCCL_BLOCKING_WAIT": "the host waits for each collective",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for each kernel",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "streams share one queue and wait for one another",  # not from 2 on
+}
+
+
 def overlap_notes(comms_logger: bool, backend: str, environ: Mapping[str, str]) -> list[str]:
     """What keeps reductions from overlapping with backward here, worded as warnings."""
     notes = []
     if comms_logger:
         notes.append("comms_logger makes every collective wait: reductions do not overlap with backward")
-    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
-        if backend == "nccl" and environ.get(name, "0").lower() in ("1", "true", "y", "yes", "t"):
-            notes.append(
-                f"{name} is set: the host waits for each collective, so reductions hardly overlap with backward"
-            )
+    for name, why in _BLOCKING.items():
+        value = environ.get(name, "0")
+        if backend == "nccl" and value.lower() in ("1", "true", "y", "yes", "t"):
+            notes.append(f"{name} is {value}: {why}, so reductions hardly overlap with backward")
     return notes

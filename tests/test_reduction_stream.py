@@ -397,9 +397,11 @@ def test_a_device_without_streams_needs_nothing():
 
 
 def test_what_takes_overlap_away_is_said():
-    assert overlap_notes(False, "nccl", {}) == overlap_notes(False, "nccl", {"TORCH_NCCL_BLOCKING_WAIT": "0"}) == []
+    harmless = {"TORCH_NCCL_BLOCKING_WAIT": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert overlap_notes(False, "nccl", {}) == overlap_notes(False, "nccl", harmless) == []
     assert overlap_notes(False, "gloo", {"TORCH_NCCL_BLOCKING_WAIT": "1"}) == []
-    (note,) = overlap_notes(False, "nccl", {"TORCH_NCCL_BLOCKING_WAIT": "1"})
-    assert note.startswith("TORCH_NCCL_BLOCKING_WAIT is set")
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        (note,) = overlap_notes(False, "nccl", {name: "1"})
+        assert note.startswith(f"{name} is 1: ")
     (note,) = overlap_notes(True, "gloo", {})
     assert note.startswith("comms_logger makes every collective wait")
