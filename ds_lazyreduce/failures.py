@@ -95,9 +95,9 @@ def explain(what: str, error: BaseException, outcome: str, group: Any = None) ->
         return f"{happened}. {outcome} Restart the job."
     call = _RollCall(rank, dist.get_process_group_ranks(group or dist.group.WORLD))
     known = call.known_after(_FIRST_WORD)
-    logger.error("%s. %s", happened, call.missing("has not failed so far") if known else "")
+    logger.error("%s. %s", happened, call.missing("reported no failure so far") if known else "")
     call.known_after(PATIENCE)
-    return f"{happened}. {call.missing('did not answer (died, or stuck)')} {outcome} Restart the job."
+    return f"{happened}. {call.missing('did not answer (died, stuck, or still waiting)')} {outcome} Restart the job."
 
 
 class _RollCall:
