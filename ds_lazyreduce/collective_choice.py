@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch.distributed as torch_dist
@@ -18,14 +18,14 @@ logger = logging.getLogger("ds_lazyreduce")
 
 
 def choose_reduce_scatter(
-    section: GradientPartitionConfig, accumulate: Accumulate, host_of_rank: Sequence[int], group
+    section: GradientPartitionConfig, accumulate: Accumulate, host_of_rank: Mapping[int, int], group
 ) -> ReduceScatter:
     """The reduce-scatter for the data-parallel ranks of ``group``. Collective over all ranks of a job on several hosts.
 
     All ranks agree: where some group does not lie on hosts as the others do, ``"auto"`` is flat for every group.
 
     Args:
-        host_of_rank: for every global rank its host.
+        host_of_rank: for every global rank of the engine its host.
 
     Raises:
         ConfigError: two hops are asked for and the nodes do not fit the group; on every rank of it.
@@ -45,8 +45,12 @@ def choose_reduce_scatter(
     spans_hosts = len(set(hosts)) > 1
     wanted = section.collective == "hierarchical" or (section.collective == "auto" and spans_hosts)
     two_hops = wanted and 1 < node_size < ranks
-    if section.collective != "all_to_all" and len(set(host_of_rank)) > 1:
-        obstacle = _obstacle_of_any_group(obstacle, two_hops)
+    if section.collective != "all_to_all" and len(set(host_of_rank.values())) > 1:
+        everybody = torch_dist.get_world_size()
+        if len(host_of_rank) < everybody:  # process groups are made by all ranks of a job
+            obstacle = f"the engine runs on {len(host_of_rank)} of the job's {everybody} ranks"
+        else:
+            obstacle = _obstacle_of_any_group(obstacle, two_hops)
     if section.collective == "hierarchical" and obstacle:
         raise ConfigError(
             f"lazy_reduce.gradient_partition.node_size: got {show(section.node_size)}, but {obstacle}; expected a "
@@ -71,9 +75,9 @@ def _obstacle_of_any_group(obstacle: str | None, two_hops: bool) -> str | None:
     return obstacle
 
 
-def _irregularity(host_of_rank: Sequence[int], hosts: Sequence[int]) -> str | None:
+def _irregularity(host_of_rank: Mapping[int, int], hosts: Sequence[int]) -> str | None:
     """Why hosts cannot be nodes, if they cannot: uneven hosts, or ranks of a host that are not consecutive."""
-    sizes = Counter(host_of_rank)
+    sizes = Counter(host_of_rank.values())
     if len(set(sizes.values())) > 1:
         return f"the hosts run {', '.join(map(str, sizes.values()))} ranks"
     runs = [len(list(run)) for _, run in groupby(hosts)]

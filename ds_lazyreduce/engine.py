@@ -132,12 +132,15 @@ class LazyReduceMixin(CheckpointGuardMixin):
         backend = torch.distributed.get_backend(self.seq_data_parallel_group)
         for note in overlap_notes(self._config.comms_config.comms_logger_enabled, backend, os.environ):
             _warn_once_per_engine(note)
+        groups = [self.seq_data_parallel_group]
+        if self.mpu is not None and not hasattr(self.mpu, "initialize_sequence_parallel"):  # as in the base class
+            groups.append(self.mpu.get_model_parallel_group())
         wire = lazy_config.wire_dtype(self._lazy, model_dtype, None if written == "auto" else written)
         return PartitionSettings(
             bucket_elements=partial(lazy_config.bucket_elements, self._lazy, self.zero_reduce_bucket_size()),
             wire_dtype=wire,
             accumulate=kernel,
-            reduce_scatter=partial(choose_reduce_scatter, section, kernel, host_of_each_rank()),
+            reduce_scatter=partial(choose_reduce_scatter, section, kernel, host_of_each_rank(*groups)),
             max_in_flight=section.max_in_flight,
             carry_over=section.carry_over,
             reduce_every=section.reduce_every,

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as torch_dist
 
@@ -30,9 +31,20 @@ def name_of_host(rank: int, environment: Mapping[str, str]) -> str:
     return " ".join([platform.node(), boot, place])
 
 
-def host_of_each_rank() -> list[int]:
-    """For every global rank its host, numbered in the order of their first ranks. Collective over all ranks."""
-    names = [""] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(names, name_of_host(torch_dist.get_rank(), os.environ))
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return [numbers[name] for name in names]
+def host_of_each_rank(*groups: Any) -> dict[int, int]:
+    """For every global rank of an engine its host, numbered in the order of their first ranks.
+
+    Collective over the engine's ranks, which need not be all of the job.
+
+    Args:
+        groups: process groups that together connect the engine's ranks: data-parallel, then model-parallel.
+    """
+    rank = torch_dist.get_rank()
+    names = {rank: name_of_host(rank, os.environ)}
+    for group in groups:
+        everyone: list[dict[int, str]] = [{}] * torch_dist.get_world_size(group)
+        torch_dist.all_gather_object(everyone, names, group=group)
+        names = {rank: name for known in everyone for rank, name in known.items()}
+    names = dict(sorted(names.items()))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names.values()))}
+    return {rank: numbers[name] for rank, name in names.items()}

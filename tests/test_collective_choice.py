@@ -38,13 +38,13 @@ def choices(monkeypatch, groups, host_of_rank, **section):
     monkeypatch.setattr(collective_choice, "TwoHops", lambda group, node_size, *_: f"two hops of {node_size}")
     monkeypatch.setattr(collective_choice, "AllToAll", lambda *_: "flat")
     section = GradientPartitionConfig(enabled=True, **section)
-    found = [None] * len(host_of_rank)
+    hosts, found = dict(enumerate(host_of_rank)), [None] * len(host_of_rank)
 
     def choose(rank):
         job.here.rank = rank
         group = next(group for group in groups if rank in group)
         try:
-            found[rank] = collective_choice.choose_reduce_scatter(section, None, host_of_rank, group)
+            found[rank] = collective_choice.choose_reduce_scatter(section, None, hosts, group)
         except ConfigError as error:
             found[rank] = str(error)
 

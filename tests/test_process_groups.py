@@ -1,9 +1,11 @@
 """Data-parallel groups smaller than the world, each against plain ZeRO-2 on 4 ranks."""
 
+import os
+
 import pytest
 import torch
 
-from .harness import base_config, make_engine, masters
+from .harness import OneVec, base_config, make_engine, masters
 
 COLLECTIVES = ("all_to_all", "reduce_scatter")
 
@@ -186,3 +188,51 @@ def test_expert_parallel_groups(ranks):
             torch.testing.assert_close(norms, stock_norms, rtol=1e-5, atol=0)
             for name, weight in stock_weights.items():
                 torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
+
+
+class FirstHalf:
+    """An mpu of data-parallel ranks {0, 1}, and one of {2, 3} that trains nothing."""
+
+    def __init__(self):
+        from deepspeed import comm as dist
+
+        self.rank = dist.get_rank()
+        halves, alone = [dist.new_group(half) for half in ([0, 1], [2, 3])], [dist.new_group([r]) for r in range(4)]
+        self.data, self.model = halves[self.rank // 2], alone[self.rank]
+
+    def get_model_parallel_rank(self):
+        return 0
+
+    def get_model_parallel_world_size(self):
+        return 1
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_data_parallel_rank(self):
+        return self.rank % 2
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    def get_data_parallel_group(self):
+        return self.data
+
+
+def on_half_of_the_ranks(ranks_per_host):
+    mpu = FirstHalf()
+    if mpu.rank >= 2:
+        return None
+    os.environ["CROSS_RANK"] = str(mpu.rank // ranks_per_host)
+    model = OneVec(8)
+    config = base_config(lazy=_partition(8, "auto"))
+    engine = make_engine(model, torch.optim.SGD(model.parameters(), lr=1.0), config, mpu=mpu)
+    engine.backward(engine(torch.full((8,), 1.0 + mpu.rank).bfloat16()))
+    engine.step()
+    return masters(engine)["w"][0].item()
+
+
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_an_engine_on_some_ranks_of_a_job(ranks, ranks_per_host):
+    results = ranks(4, fresh=True).run(on_half_of_the_ranks, ranks_per_host, timeout=60)
+    assert results == [-1.5, -1.5, None, None]
