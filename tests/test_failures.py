@@ -1,5 +1,7 @@
 """What a rank says of the others after a failed collective; whole jobs: test_faults.py."""
 
+import time
+
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -27,7 +29,8 @@ class NotedStore(FakeStore):
 
 
 def test_who_is_missing(monkeypatch, caplog):
-    monkeypatch.setattr(failures, "PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "_FIRST_WORD", 0.5)
+    monkeypatch.setattr(failures, "PATIENCE", 1.0)
     store = NotedStore()
     store.append(failures._LIST, "3 ")
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -35,6 +38,8 @@ def test_who_is_missing(monkeypatch, caplog):
     try:
         error = dist.DistBackendError("gone")
         text = failures.explain("the test failed", error, "Nothing was done.")
+        while len(store.values) < 2:  # the list, and this rank's verdict, which its thread may still be writing
+            time.sleep(0.01)
         again = failures.explain("the test failed", error, "Nothing was done.")
     finally:
         dist.destroy_process_group()
