@@ -116,12 +116,16 @@ def draw(rng: random.Random, world: int) -> Program:
         "reduce_every": reduce_every,
         "wire_dtype": rng.choice(wires),
         "kernel": rng.choice(["auto", "torch"]),
-        "collective": rng.choice(["auto", "auto", "reduce_scatter"]),
+        "collective": rng.choice(["auto", "auto", "reduce_scatter"] + ["hierarchical"] * 2 * (world == 4)),
         "verify_every": rng.choice([0, 0, 1, 2]),  # it must find nothing, and change nothing
     }
     if partition["collective"] == "reduce_scatter":
         partition["wire_dtype"] = "fp32"  # it sums in the wire dtype, where others would round
         partition["verify_every"] = 0
+    if partition["collective"] == "hierarchical":  # two nodes of two ranks
+        partition["node_size"] = 2
+        if partition["wire_dtype"] == "fp32":  # a narrower one would round the sums
+            partition["across_dtype"] = rng.choice(["fp32", "wire"])
     rules = _Rules(rng, world, len(params), reduce_every, tokens)
     windows = tuple(rules.window(boundary, gas) for _ in range(rng.randint(1, 4)))
     return Program(
